@@ -1,0 +1,224 @@
+"""What the scheduler tells a runner to do. Host integers and numpy only.
+
+A runner executes plans strictly in the order given and never blocks: the KV state is donated from program to program,
+so submission order is execution order, and a page may be given to a new owner as soon as the plan that stopped using
+it has been submitted. Only `Ticket.result` waits.
+
+Row ids: row 0 is the null row that padding reads and writes; requests own rows 1..num_rows.
+Table updates: int32 [n, 4] of (layer, head, column, page) for the row they stand with; layer and head are 0 where the
+granularity shares them. Page 0 is the null page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsejax.geometry import Geometry, Granularity
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRow:
+    """Sampling of one row in one step, as plain numbers. Defaults are greedy.
+
+    `position` is the index of the token to sample within the completion: together with `seed` it is the whole state
+    of the random generator. `mask_stops` forbids the row's stop ids (while fewer than `min_tokens` were generated).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    position: int = 0
+    has_bias: bool = False
+    mask_stops: bool = False
+    logprobs: int = -1  # -1: none; else how many alternatives
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    """One row of a decode batch: append the row's last token (on the device) and sample the next.
+
+    `token` overrides the device's last token when it is not None (resumed rows, forced tokens).
+    """
+
+    row: int
+    sampling: SamplingRow
+    table_updates: np.ndarray | None = None
+    token: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillRow:
+    """One prompt chunk: append `tokens` to the row; if `sample`, sample the first output token from the last one.
+
+    `first` marks the first chunk of a new owner: the device forgets the row's lengths, statistics and token counts.
+    """
+
+    row: int
+    tokens: np.ndarray  # int32 [chunk]
+    first: bool
+    sample: bool
+    sampling: SamplingRow
+    table_updates: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MaintainRow:
+    """Run one maintenance of the row's method, e.g. evict down to `kept_tokens` rows and pack them into new pages.
+
+    Attributes:
+      kind: name of the maintenance within the method ("evict").
+      phase: "chunk", "prompt" or "token": what was just finished.
+      length: rows before, per [layer][head] of the granularity (int32 array of `Geometry.table_shape`).
+      kept: rows after, same shape.
+      new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows, in order.
+      turn_tokens: tokens processed since the turn began (bounds observation windows).
+    """
+
+    row: int
+    kind: str
+    phase: str
+    length: np.ndarray
+    kept: np.ndarray
+    new_pages: np.ndarray
+    turn_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ForkRow:
+    """Make `target` a copy of `source` as it stands: same lengths, table, statistics.
+
+    `table_updates` gives the whole table of the target; `copies` lists (from page, to page) for pages that can't be
+    shared because a later append would write to them.
+    """
+
+    source: int
+    target: int
+    table_updates: np.ndarray
+    copies: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SwappedRow:
+    """A row's state on the host: opaque to the scheduler, which owns it and may drop it."""
+
+    payload: Any
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """Outputs of one step on the host, in the order of the submitted rows.
+
+    Attributes:
+      tokens: int32 [n]; -1 for prefill rows that did not sample.
+      ok: bool [n]; False where the model produced non-finite logits.
+      logprob: float32 [n] of the sampled tokens, or None when no row asked.
+      top_ids, top_logprobs: [n, 20], or None.
+    """
+
+    tokens: np.ndarray
+    ok: np.ndarray
+    logprob: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+class Ticket(Protocol):
+    """A step under way."""
+
+    def is_ready(self) -> bool:
+        """True if `result` would not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """Waits for this step's small outputs only."""
+        ...
+
+
+class MethodFacts(Protocol):
+    """What the host must know of a method: integers only (see `sparsejax.method.Method`, which implements it).
+
+    All row counts may be an int (the same for all layers and heads) or an int32 array of the granularity's
+    `table_shape`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def granularity(self) -> Granularity: ...
+
+    def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
+        """Rows that stay once `phase` ("chunk", "prompt" or "token") is over; equal to `length` if nothing is due."""
+        ...
+
+    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+        """Most rows any layer or head holds while `prompt_tokens` are appended to `length` rows, then decoding."""
+        ...
+
+    def rows_read(self, length: int, geometry: Geometry) -> int:
+        """Rows of one layer and head that a decode step at `length` reads (largest over layers)."""
+        ...
+
+    def min_final_chunk(self) -> int:
+        """Fewest tokens the last prompt chunk must have (1 for methods that carry their state across chunks)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerLimits:
+    """What a runner can hold and do. Fixed after start-up.
+
+    Attributes:
+      geometry: attention shape and page size.
+      vocab_size: ids are below this.
+      num_rows: rows that can be resident.
+      num_sequence_pages: sequence-granular pages of the pool, the null page included.
+      decode_buckets: allowed decode batch sizes, ascending; the last one is the largest batch.
+      prefill_buckets: allowed (rows, chunk tokens) shapes.
+      eos_ids: ids that end a text.
+      methods: served methods by name; the first is the default.
+    """
+
+    geometry: Geometry
+    vocab_size: int
+    num_rows: int
+    num_sequence_pages: int
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[tuple[int, int], ...]
+    eos_ids: tuple[int, ...]
+    methods: dict[str, MethodFacts]
+
+
+class Runner(Protocol):
+    """Executes plans on a device (`sparsejax.runner.DeviceRunner`) or from a script (`sparsejax.mock.MockRunner`)."""
+
+    @property
+    def limits(self) -> RunnerLimits: ...
+
+    def setup_row(self, row: int, logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> None:
+        """Stores a new owner's logit bias and the ids that `mask_stops` forbids. Comes before its first chunk."""
+        ...
+
+    def decode(self, method: str, rows: list[DecodeRow]) -> Ticket: ...
+
+    def prefill(self, method: str, rows: list[PrefillRow]) -> Ticket: ...
+
+    def maintain(self, method: str, plan: MaintainRow) -> None: ...
+
+    def fork(self, method: str, plan: ForkRow) -> None: ...
+
+    def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
+        """Copies pages ([layers, heads, columns], -1 where a head has fewer) and the row's state to the host."""
+        ...
+
+    def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
+        """Restores into fresh pages; lengths, statistics and the last token come back too."""
+        ...

@@ -1,0 +1,229 @@
+"""What goes into the engine and what comes out. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from sparsejax.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 16
+MAX_CHOICES = 128
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, got {type(value).__name__}", param=name)
+    value = float(value)
+    inside = (low < value if low_open else low <= value) and value <= high
+    if not math.isfinite(value) or not inside:
+        bracket = "(" if low_open else "["
+        raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", param=name)
+    return value
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {type(value).__name__}", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", param=name)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. `validate` checks every field and names the one at fault.
+
+    Attributes:
+      max_tokens: most tokens to generate; None means up to the model's window.
+      min_tokens: end-of-sequence and stop ids are masked before this many tokens.
+      temperature: 0 is greedy.
+      top_p: nucleus mass in (0, 1].
+      top_k: keep the k best; 0 keeps all.
+      min_p: keep tokens with at least this share of the best token's probability.
+      presence_penalty, frequency_penalty: subtracted from logits of generated tokens, in [-2, 2].
+      repetition_penalty: divides (positive) or multiplies (negative) logits of prompt and generated tokens.
+      logit_bias: (token id, added logit) pairs, at most 256.
+      seed: with the same seed the same request samples the same tokens, alone or in company. None draws one.
+      stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
+      stop_token_ids: token ids that end the text.
+      ignore_eos: go on after end-of-sequence.
+      n: independent continuations.
+      logprobs: None for none, else how many alternatives (0..20) beside the sampled token.
+      skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # Lists and mappings are accepted and frozen, so that a request can't change after it was checked.
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias = self.logit_bias or ()
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in pairs))
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises RequestError naming the field and the limit."""
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}", param="min_tokens"
+            )
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _integer("n", self.n, 1, MAX_CHOICES)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed",
+                param="logit_bias",
+            )
+        for token, value in self.logit_bias:
+            _integer("logit_bias", token, 0, vocab_size - 1)
+            _number("logit_bias", value, -100.0, 100.0)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise RequestError(
+                    f"each stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters", param="stop"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed",
+                param="stop_token_ids",
+            )
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, vocab_size - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+      request_id: unique among live requests.
+      prompt_ids: token ids, at least one.
+      params: sampling parameters.
+      sparse_method: method name or composition served by this engine; None takes the engine's default.
+      arrival_s: `time.monotonic()` at arrival.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    sparse_method: str | None = None
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+
+    def validate(self, vocab_size: int) -> None:
+        if not self.prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        check_token_ids(self.prompt_ids, vocab_size, "prompt")
+        self.params.validate(vocab_size)
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """JAX clamps bad ids silently, so they must be caught here."""
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(f"{param}[{i}]={token!r} is not a token id in [0, {vocab_size - 1}]", param=param)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities of one generated token, from the model's raw distribution.
+
+    Attributes:
+      token: the sampled id.
+      logprob: its log-probability.
+      top: (id, logprob) of the best alternatives, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestStats:
+    """What a choice cost. Times in seconds of `time.monotonic()` differences, sizes in tokens.
+
+    `seen_tokens` were processed, `resident_tokens` still hold KV (largest over layers and heads), `read_tokens` are
+    what the last decode step read per layer and head (largest).
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float = 0.0
+    seen_tokens: int = 0
+    resident_tokens: int = 0
+    read_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """What the engine says of one choice. The last event of a choice has `finish_reason` set, exactly once.
+
+    Attributes:
+      request_id: the request.
+      index: the choice, 0..n-1.
+      token_ids: new tokens, in order. A stop token that ended the text is included.
+      logprobs: one per new token, or None if not asked for.
+      finish_reason: None while the choice goes on.
+      stop_reason: the stop token id that ended it, if one did (None for end-of-sequence).
+      error: what went wrong when `finish_reason` is "error".
+      stats: set on the last event.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: Exception | None = None
+    stats: RequestStats | None = None
