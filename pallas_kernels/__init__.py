@@ -1,0 +1,1 @@
+"""Attention and selection over paged KV. `api` is the door: one public function per operation."""

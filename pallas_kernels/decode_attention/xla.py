@@ -1,0 +1,60 @@
+"""Paged decode attention for any platform: a loop over blocks of pages with an online softmax.
+
+The trip count follows the longest row at run time, so one program serves every context length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block, pad_columns
+
+BLOCK_ROWS = 256
+NEG = -1e30
+
+
+def decode_attention(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.decode_attention`."""
+    page_size = pools[names[0]].shape[1]
+    columns = max(1, min(BLOCK_ROWS // page_size, view.table.shape[2]))
+    block = columns * page_size
+    view = pad_columns(view, columns)
+    batch, q_heads, dim = q.shape
+    heads = view.num_heads
+    query = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(batch, heads, q_heads // heads, dim)
+    num_blocks = (view.lengths.max() + block - 1) // block
+
+    def step(carry):
+        i, peak, total, out = carry
+        k, v = load_block(pools, names, view.head_pages(i * columns, columns), load_tile, layer)
+        logits = jnp.einsum("bhgd,bhsd->bhgs", query, k, preferred_element_type=jnp.float32)
+        row = i * block + jnp.arange(block, dtype=jnp.int32)
+        valid = row[None, None, None, :] < view.lengths[:, :, None, None]
+        logits = jnp.where(valid, logits, NEG)
+        new_peak = jnp.maximum(peak, logits.max(-1))
+        # Exactly zero for invalid rows, also in blocks where a short row has no valid key at all.
+        weights = jnp.where(valid, jnp.exp(logits - new_peak[..., None]), 0.0)
+        decay = jnp.exp(peak - new_peak)
+        part = jnp.einsum("bhgs,bhsd->bhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return i + 1, new_peak, total * decay + weights.sum(-1), out * decay[..., None] + part
+
+    shape = query.shape[:3]
+    init = (
+        jnp.int32(0),
+        jnp.full(shape, NEG, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(query.shape, jnp.float32),
+    )
+    _, peak, total, out = jax.lax.while_loop(lambda carry: carry[0] < num_blocks, step, init)
+    total = jnp.maximum(total, 1e-30)
+    out = (out / total[..., None]).astype(q.dtype).reshape(batch, q_heads, dim)
+    return out, (peak + jnp.log(total)).reshape(batch, q_heads)

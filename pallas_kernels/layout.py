@@ -1,0 +1,79 @@
+"""Where the rows of a sequence lie: page tables, head-pages and block loads. Imports jax only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Pools = Mapping[str, jax.Array]
+"""Arrays of head-pages, each [num_head_pages, page_size, ...]: one storage's payload, plus "positions"."""
+
+LoadTile = Callable[[Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
+"""(payload tiles {name: [..., rows, ...]}, layer) -> keys and values [..., rows, head_dim] in the compute dtype."""
+
+
+class PageView(NamedTuple):
+    """The page tables of some rows in one layer.
+
+    Attributes:
+      table: int32 [batch, heads or 1, columns]; entries of pages past the end are 0, the null page.
+      stride: head-pages from one table entry to the next of the same layer and head.
+      offset: int32 [kv_heads]: head-page = entry * stride + offset[head].
+      lengths: int32 [batch, heads or 1]: valid rows.
+    """
+
+    table: jax.Array
+    stride: int
+    offset: jax.Array
+    lengths: jax.Array
+
+    @property
+    def num_heads(self) -> int:
+        return self.offset.shape[0]
+
+    def head_pages(self, first_column: jax.Array | int, num_columns: int) -> jax.Array:
+        """int32 [batch, kv_heads, num_columns]: the head-pages of a run of table columns.
+
+        `first_column + num_columns` must not pass the table's width: dynamic slices clamp silently.
+        """
+        entries = jax.lax.dynamic_slice_in_dim(self.table, first_column, num_columns, axis=2)
+        return entries * self.stride + self.offset[None, :, None]
+
+    def pages_at(self, columns: jax.Array) -> jax.Array:
+        """int32 [batch, kv_heads, n] head-pages of `columns` [batch, kv_heads or 1, n]."""
+        heads = max(columns.shape[1], self.table.shape[1])
+        table = jnp.broadcast_to(self.table, (self.table.shape[0], heads, self.table.shape[2]))
+        columns = jnp.broadcast_to(columns, (columns.shape[0], heads, columns.shape[2]))
+        entries = jnp.take_along_axis(table, columns, axis=2, mode="clip")
+        return entries * self.stride + self.offset[None, :, None]
+
+
+def explicit_view(head_pages: jax.Array, lengths: jax.Array) -> PageView:
+    """A view whose table already holds head-page ids: int32 [batch, kv_heads, columns]."""
+    return PageView(head_pages, 1, jnp.zeros(head_pages.shape[1], jnp.int32), lengths)
+
+
+def pad_columns(view: PageView, multiple: int) -> PageView:
+    """The same view with a table width that is a multiple; the added columns are null pages."""
+    extra = -view.table.shape[2] % multiple
+    if not extra:
+        return view
+    return view._replace(table=jnp.pad(view.table, ((0, 0), (0, 0), (0, extra))))
+
+
+def load_block(
+    pools: Pools, names: tuple[str, ...], head_pages: jax.Array, load_tile: LoadTile, layer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [batch, kv_heads, columns * page_size, head_dim] of a block of head-pages."""
+    tiles = {name: gather_rows(pools[name], head_pages) for name in names}
+    return load_tile(tiles, layer)
+
+
+def gather_rows(pool: jax.Array, head_pages: jax.Array) -> jax.Array:
+    """[num_head_pages, page_size, ...] and ids [batch, heads, columns] -> [batch, heads, columns * page_size, ...]."""
+    tile = pool.at[head_pages].get(mode="promise_in_bounds")
+    batch, heads, columns, page_size = tile.shape[:4]
+    return tile.reshape(batch, heads, columns * page_size, *tile.shape[4:])
