@@ -79,7 +79,8 @@ class MaintainRow:
       length: rows before, per [layer][head] of the granularity (int32 array of `Geometry.table_shape`).
       kept: rows after, same shape.
       new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows, in order.
-      turn_tokens: tokens processed since the turn began (bounds observation windows).
+      turn_tokens: tokens processed in this phase (prompt or decode) since it began or since the row's last
+        compaction, whichever is later (bounds observation windows).
     """
 
     row: int
@@ -164,7 +165,7 @@ class MethodFacts(Protocol):
         ...
 
     def rows_read(self, length: int, geometry: Geometry) -> int:
-        """Rows of one layer and head that a decode step at `length` reads (largest over layers)."""
+        """Rows that a decode step at `length` reads, averaged over layers and heads."""
         ...
 
     def min_final_chunk(self) -> int:

@@ -188,7 +188,7 @@ class RequestStats:
     """What a choice cost. Times in seconds of `time.monotonic()` differences, sizes in tokens.
 
     `seen_tokens` were processed, `resident_tokens` still hold KV (largest over layers and heads), `read_tokens` are
-    what the last decode step read per layer and head (largest).
+    what the last decode step read, averaged over layers and heads.
     """
 
     prompt_tokens: int = 0

@@ -1,0 +1,284 @@
+"""The Method record: everything the engine wants to know of a sparse method.
+
+A method is a frozen, hashable value with a few functions, so it can be a static argument of jit. It lives in one file
+under `sparsejax/methods/`, answers the questions it cares about and leaves the rest at their defaults, which together
+are dense attention. Nothing outside that folder knows methods by name.
+
+Two worlds meet here. Device functions are traced: they see arrays. Host functions see integers only, so that the
+scheduler knows when to compact and how many pages return without asking the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.errors import MethodError
+from sparsejax.geometry import Geometry, Granularity
+from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, gather_rows, load_block, pad_columns
+
+Phase = Literal["chunk", "prompt", "token"]
+"""What was just finished: a prompt chunk that is not the last, the whole prompt, or one decoded token."""
+
+Aux = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxSpec:
+    """An extra array that a method keeps.
+
+    Attributes:
+      per: "page" for one entry per head-page ([num_head_pages, *shape]), "row" for one per layer and resident
+        request ([num_layers, num_rows + 1, *shape]).
+      shape: the rest of the shape.
+      dtype: dtype name; None is the compute dtype.
+    """
+
+    per: Literal["page", "row"]
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+class Written(NamedTuple):
+    """Rows that were just written to pages of one layer. `batch` sequences with up to `count` rows each.
+
+    Attributes:
+      phase: "chunk" or "token" for new rows, "pack" for rows that a compaction moved to fresh pages.
+      rows: int32 [batch] request rows.
+      layer: int32 scalar.
+      keys: [batch, count, kv_heads, head_dim] as attention will read them back.
+      queries: [batch, count, q_heads, head_dim] after RoPE, or None when packing.
+      positions: int32 [batch, count] logical positions of new rows (unspecified when packing).
+      head_pages: int32 [batch, count, kv_heads]; 0 for rows that are not valid.
+      offsets: int32 [batch, count, kv_heads or 1] row index within the page. Offset 0 means the page is new.
+      valid: bool [batch, count].
+      num_valid: int32 [batch]: the first `num_valid` rows are the valid ones.
+    """
+
+    phase: Literal["chunk", "token", "pack"]
+    rows: jax.Array
+    layer: jax.Array
+    keys: jax.Array
+    queries: jax.Array | None
+    positions: jax.Array
+    head_pages: jax.Array
+    offsets: jax.Array
+    valid: jax.Array
+    num_valid: jax.Array
+
+
+class Selection(NamedTuple):
+    """What a decode query reads: `view` with explicit pages and the number of rows to read of them.
+
+    `carry` is handed to the next layer's `select`.
+    """
+
+    view: PageView
+    carry: Any = None
+
+
+class SelectContext(NamedTuple):
+    """What `select` sees: the query [batch, q_heads, head_dim], all resident pages, page aux and the carry."""
+
+    geometry: Geometry
+    role: str
+    layer: jax.Array
+    query: jax.Array
+    view: PageView
+    aux: Aux
+    carry: Any
+    implementation: str | None
+
+
+class EvictContext(NamedTuple):
+    """What `keep_rows` sees of one request in one layer.
+
+    Attributes:
+      phase: what was just finished.
+      kept: number of rows to keep, static.
+      layer: int32 scalar.
+      view: the request's pages (batch 1).
+      length: int32 scalar, rows before.
+      observed: int32 scalar, tokens processed in this phase since it began or since the last compaction.
+      next_position: int32 scalar, logical position of the next token.
+      pools, names, load_tile: the stored rows; read them with `sparsejax.method.fold_rows`.
+      row_aux: this request's and layer's per-row arrays.
+    """
+
+    geometry: Geometry
+    phase: Phase
+    kept: int
+    layer: jax.Array
+    view: PageView
+    length: jax.Array
+    observed: jax.Array
+    next_position: jax.Array
+    pools: Pools
+    names: tuple[str, ...]
+    load_tile: LoadTile
+    row_aux: Aux
+
+
+def _no_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
+    return {}
+
+
+def _one_role(params: Any, layer: int) -> str:
+    return "dense"
+
+
+def _keep_all(params: Any, phase: Phase, length: int) -> int:
+    return length
+
+
+def _grow(params: Any, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+    return length + prompt_tokens + decode_tokens
+
+
+def _read_all(params: Any, length: int, geometry: Geometry) -> float:
+    return length
+
+
+def _no_checks(params: Any, geometry: Geometry) -> list[str]:
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class NoParams:
+    """A method without knobs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One point of the design space. See docs/architecture.md for how the pieces meet.
+
+    Attributes:
+      name: name or composition, e.g. "a+b".
+      axis: the question it answers: "retention" (which rows stay), "selection" (which rows a query reads), "prefill"
+        or "none". A composition has at most one member per axis.
+      params: frozen dataclass of knobs; its fields carry `help` and `unit` metadata and are checked on creation.
+      summary, paper: one line, and the source.
+      members: the composed methods, in order; empty for a single one.
+      granularity: what one page allocation covers.
+      aux: specs of the extra arrays by name (names are prefixed by the method's own).
+      role: which layers behave alike; layers of one role share one trace.
+      on_write: device hook, called right after rows were written: update aux. Returns the new aux arrays.
+      select: device hook, which pages a decode query may read; None reads everything.
+      keep_rows: device hook, which rows survive a compaction: int32 [1 or kv_heads, kept], ascending.
+      keep_count: host, rows that stay after a phase; equal to the length when nothing is due.
+      peak: host, most rows held while a prompt is appended and decoded.
+      read_count: host, rows that a decode step reads, averaged over layers and heads.
+      page_size: host, page size in tokens that the method insists on, or None.
+      check: host, reasons why this model and page size can't be served.
+      pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
+        True when nothing is ever evicted.
+    """
+
+    name: str
+    axis: Literal["none", "retention", "selection", "prefill"]
+    params: Any = NoParams()
+    summary: str = ""
+    paper: str = ""
+    members: tuple[Method, ...] = ()
+    granularity: Granularity = Granularity.SEQUENCE
+    aux: Callable[[Any, Geometry], dict[str, AuxSpec]] = _no_aux
+    role: Callable[[Any, int], str] = _one_role
+    on_write: Callable[[Any, Geometry, Aux, Aux, Written], tuple[Aux, Aux]] | None = None
+    select: Callable[[Any, SelectContext], Selection] | None = None
+    keep_rows: Callable[[Any, EvictContext], jax.Array] | None = None
+    keep_count: Callable[[Any, Phase, int], int] = _keep_all
+    peak: Callable[[Any, int, int, int], int] = _grow
+    read_count: Callable[[Any, int, Geometry], float] = _read_all
+    page_size: Callable[[Any], int | None] = lambda params: None
+    check: Callable[[Any, Geometry], list[str]] = _no_checks
+
+    @property
+    def evicts(self) -> bool:
+        return self.keep_rows is not None
+
+    @property
+    def pure_prefix(self) -> bool:
+        return not self.evicts
+
+    # The host's view (plans.MethodFacts): integers in, integers out.
+
+    def kept_after(self, phase: Phase, length: np.ndarray) -> np.ndarray:
+        """Rows per layer and head that stay once `phase` is over."""
+        length = np.asarray(length, np.int32)
+        counts = {int(n): self.keep_count(self.params, phase, int(n)) for n in np.unique(length)}
+        return np.vectorize(counts.__getitem__, otypes=[np.int32])(length)
+
+    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+        """Most rows any layer or head holds while tokens are appended to `length` rows."""
+        return self.peak(self.params, length, prompt_tokens, decode_tokens)
+
+    def rows_read(self, length: int, geometry: Geometry) -> int:
+        """Rows that a decode step at `length` reads, averaged over layers and heads."""
+        return min(length, round(self.read_count(self.params, length, geometry)))
+
+    def min_final_chunk(self) -> int:
+        """Fewest tokens of the last prompt chunk: 1, since every method carries its statistics across chunks."""
+        return 1
+
+    def roles(self, num_layers: int) -> tuple[str, ...]:
+        """The role of each layer."""
+        return tuple(self.role(self.params, layer) for layer in range(num_layers))
+
+    def aux_specs(self, geometry: Geometry) -> dict[str, AuxSpec]:
+        return self.aux(self.params, geometry)
+
+
+def fold_rows(
+    context: EvictContext,
+    step: Callable[[Any, jax.Array, jax.Array, jax.Array], Any],
+    init: Any,
+    block_rows: int = 512,
+) -> Any:
+    """Folds over a request's resident keys, block by block, as far as its rows go.
+
+    Args:
+      context: the request.
+      step: (carry, index int32 [rows], keys [kv_heads, rows, head_dim], positions int32 [kv_heads, rows]) -> carry.
+        Rows with index >= `context.length` are padding.
+      init: first carry.
+      block_rows: rows per block, rounded down to whole pages.
+    """
+    page_size = context.geometry.page_size
+    columns = max(1, min(block_rows // page_size, context.view.table.shape[2]))
+    block = columns * page_size
+    view = pad_columns(context.view, columns)
+
+    def body(carry):
+        i, inner = carry
+        pages = view.head_pages(i * columns, columns)
+        keys, _ = load_block(context.pools, context.names, pages, context.load_tile, context.layer)
+        positions = gather_rows(context.pools["positions"], pages)
+        index = i * block + jnp.arange(block, dtype=jnp.int32)
+        return i + 1, step(inner, index, keys[0], positions[0])
+
+    num_blocks = (context.length + block - 1) // block
+    return jax.lax.while_loop(lambda carry: carry[0] < num_blocks, body, (jnp.int32(0), init))[1]
+
+
+def integer_param(name: str, value: object, low: int) -> None:
+    """Raises MethodError unless `value` is an int (not a bool) of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MethodError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise MethodError(f"{name} must be at least {low}, got {value}")
+
+
+def choice_param(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises MethodError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise MethodError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def knob(default: Any, help: str, unit: str = "") -> Any:
+    """A dataclass field with the texts that flags and docs show."""
+    return dataclasses.field(default=default, metadata={"help": help, "unit": unit})

@@ -1,0 +1,10 @@
+"""Dense attention: everything stays, everything is read."""
+
+from sparsejax.method import Method, NoParams
+
+
+def build(params: NoParams) -> Method:
+    return Method("dense", "none", params, summary="keep every row, read every row")
+
+
+PARAMS = NoParams

@@ -1,0 +1,165 @@
+"""Quest (arXiv 2406.10774): read only the pages whose keys could matter to the current query.
+
+Each head-page carries the element-wise minimum and maximum of its keys; together they bound the attention logit of any
+key in the page from above. Per KV head the pages with the best bound are read, and always the last (current) page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.errors import MethodError
+from sparsejax.geometry import Geometry
+from sparsejax.method import Aux, AuxSpec, Method, SelectContext, Selection, Written, choice_param, integer_param, knob
+from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.layout import explicit_view
+
+MIN, MAX = "quest_min", "quest_max"
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    quest_chunk_size: int = knob(16, "page size; the pool takes it over", "tokens")
+    quest_skip_layers: int = knob(2, "first layers that read everything", "layers")
+    sink_keep_tokens: int = knob(64, "enlarges the read budget", "tokens")
+    decode_keep_tokens: int = knob(4096, "read budget", "tokens")
+    recent_keep_tokens: int = knob(512, "enlarges the read budget", "tokens")
+    quest_select_scope: str = knob("kv_head", "one page set per KV head, or one 'shared' by all heads")
+
+    def __post_init__(self) -> None:
+        integer_param("quest_chunk_size", self.quest_chunk_size, 1)
+        integer_param("quest_skip_layers", self.quest_skip_layers, 0)
+        for name in ("sink_keep_tokens", "decode_keep_tokens", "recent_keep_tokens"):
+            integer_param(name, getattr(self, name), 0)
+        choice_param("quest_select_scope", self.quest_select_scope, ("kv_head", "shared"))
+        if self.budget == 0:
+            raise MethodError("sink_keep_tokens + decode_keep_tokens + recent_keep_tokens must be above 0")
+
+    @property
+    def budget(self) -> int:
+        """Rows a sparse layer may read."""
+        return self.sink_keep_tokens + self.decode_keep_tokens + self.recent_keep_tokens
+
+    def scored_pages(self, geometry: Geometry) -> int:
+        """K: pages chosen by score; the last page comes on top."""
+        return min(max(3, self.budget // geometry.page_size) - 1, geometry.max_pages - 1)
+
+    def view_pages(self, geometry: Geometry) -> int:
+        """Columns of the selected view: enough for K + 1 pages and for every row that is short enough to read whole."""
+        return min(max(self.scored_pages(geometry) + 1, geometry.pages(self.budget)), geometry.max_pages)
+
+
+def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
+    bounds = AuxSpec("page", (geometry.head_dim,))
+    return {MIN: bounds, MAX: bounds}
+
+
+def role(params: Params, layer: int) -> str:
+    return "dense" if layer < params.quest_skip_layers else "selector"
+
+
+def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
+    """Offset 0 of a page overwrites its bounds, any other offset merges; so freed pages need no clearing."""
+    keys = written.keys
+    offsets = jnp.broadcast_to(written.offsets, written.head_pages.shape)
+    # Rows that don't open a page "reset" the null page, which nobody scores.
+    opened = jnp.where(offsets == 0, written.head_pages, 0)
+    low, high = page_aux[MIN], page_aux[MAX]
+    if written.phase == "token":  # one row per page: no two updates meet, a gather and a set do
+        new = (offsets == 0)[..., None]
+        low = low.at[written.head_pages].set(jnp.where(new, keys, jnp.minimum(low[written.head_pages], keys)))
+        high = high.at[written.head_pages].set(jnp.where(new, keys, jnp.maximum(high[written.head_pages], keys)))
+    else:
+        low = low.at[opened].set(jnp.inf).at[written.head_pages].min(keys)
+        high = high.at[opened].set(-jnp.inf).at[written.head_pages].max(keys)
+    return {**page_aux, MIN: low, MAX: high}, row_aux
+
+
+def select(params: Params, context: SelectContext) -> Selection:
+    geometry, view = context.geometry, context.view
+    width = params.view_pages(geometry)
+    if context.role == "dense" or width >= geometry.max_pages:
+        return Selection(view)
+    num_scored = params.scored_pages(geometry)
+    page_size = geometry.page_size
+    scores = api.page_scores(
+        context.query,
+        context.aux[MIN],
+        context.aux[MAX],
+        view,
+        page_size=page_size,
+        implementation=context.implementation,
+    )
+    columns, lengths = select_columns(
+        scores, view.lengths, num_scored, width, params.budget, page_size, params.quest_select_scope == "shared"
+    )
+    return Selection(explicit_view(view.pages_at(columns), lengths))
+
+
+def select_columns(
+    scores: jax.Array, lengths: jax.Array, num_scored: int, width: int, budget: int, page_size: int, shared: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Which logical pages to read.
+
+    Args:
+      scores: float32 [batch, heads, columns].
+      lengths: int32 [batch, heads or 1], at least 1.
+      num_scored: K.
+      width: columns of the result, at least K + 1.
+      budget: rows up to which a row is read whole.
+      page_size: tokens.
+      shared: one set for all heads.
+
+    Returns:
+      int32 [batch, heads, width] ascending logical pages (0 past the end), int32 [batch, heads] rows to read of them.
+    """
+    heads = scores.shape[1]
+    if shared:
+        scores = jnp.broadcast_to(scores.max(1, keepdims=True), scores.shape)
+    lengths = jnp.broadcast_to(lengths, (lengths.shape[0], heads))
+    num_pages = (lengths + page_size - 1) // page_size
+    last = num_pages - 1
+    column = jnp.arange(scores.shape[2], dtype=jnp.int32)
+    # + 0.0: top_k ranks +0.0 above -0.0, which would break the tie rule (lower page first)
+    candidates = jnp.where(column[None, None, :] < last[:, :, None], scores + 0.0, -jnp.inf)
+    _, best = jax.lax.top_k(candidates, num_scored)
+    chosen = jnp.concatenate([jnp.sort(best.astype(jnp.int32), axis=-1), last[:, :, None]], axis=-1)
+    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, width - num_scored - 1)))
+    whole = (lengths <= budget) | (num_pages <= num_scored + 1)
+    everything = jnp.arange(width, dtype=jnp.int32)[None, None, :]
+    everything = jnp.where(everything < num_pages[:, :, None], everything, 0)
+    columns = jnp.where(whole[:, :, None], everything, chosen)
+    read = jnp.where(whole, lengths, num_scored * page_size + lengths - last * page_size)
+    return columns, read
+
+
+def read_count(params: Params, length: int, geometry: Geometry) -> float:
+    num_scored = params.scored_pages(geometry)
+    whole = length <= params.budget or geometry.pages(length) <= num_scored + 1
+    if whole or params.view_pages(geometry) >= geometry.max_pages:
+        return length
+    sparse = num_scored * geometry.page_size + (length - 1) % geometry.page_size + 1
+    dense_layers = min(params.quest_skip_layers, geometry.num_layers)
+    return (dense_layers * length + (geometry.num_layers - dense_layers) * sparse) / geometry.num_layers
+
+
+def build(params: Params) -> Method:
+    return Method(
+        "quest",
+        "selection",
+        params,
+        summary="read the pages that could matter to the query",
+        paper="arXiv 2406.10774",
+        aux=aux,
+        role=role,
+        on_write=on_write,
+        select=select,
+        read_count=read_count,
+        page_size=lambda params: params.quest_chunk_size,
+    )
+
+
+PARAMS = Params

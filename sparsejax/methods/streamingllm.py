@@ -1,0 +1,76 @@
+"""StreamingLLM (arXiv 2309.17453): keep the first S tokens (attention sinks) and the last R, drop the middle unscored.
+
+Keys keep the rotation of their original position. The prompt is prefilled densely and compacted at its end; while
+decoding, the row grows to `ratio * (S + R)` rows and is cut back to S + R.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.errors import MethodError
+from sparsejax.method import EvictContext, Method, Phase, integer_param, knob
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    sink_keep_tokens: int = knob(64, "first tokens that always stay", "tokens")
+    recent_keep_tokens: int = knob(512, "most recent tokens that stay", "tokens")
+    streamingllm_decode_trigger_ratio: float = knob(
+        2.0, "decode compacts once the row holds this multiple of sink + recent tokens; at least 1"
+    )
+
+    def __post_init__(self) -> None:
+        integer_param("sink_keep_tokens", self.sink_keep_tokens, 0)
+        integer_param("recent_keep_tokens", self.recent_keep_tokens, 1)
+        ratio = self.streamingllm_decode_trigger_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not math.isfinite(ratio) or ratio < 1:
+            raise MethodError(f"streamingllm_decode_trigger_ratio must be a number of at least 1, got {ratio!r}")
+
+    @property
+    def budget(self) -> int:
+        return self.sink_keep_tokens + self.recent_keep_tokens
+
+    @property
+    def trigger(self) -> int:
+        return int(self.streamingllm_decode_trigger_ratio * self.budget)
+
+
+def keep_count(params: Params, phase: Phase, length: int) -> int:
+    due = phase == "prompt" or (phase == "token" and length >= params.trigger)
+    return params.budget if due and length > params.budget else length
+
+
+def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+    prompt = length + prompt_tokens
+    start = keep_count(params, "prompt", prompt)
+    # A step appends before it compacts, so the row reaches the trigger (or one past the budget if they coincide).
+    return max(prompt, min(start + decode_tokens, max(params.trigger, params.budget + 1)))
+
+
+def keep_rows(params: Params, context: EvictContext) -> jax.Array:
+    """Sinks, then the last R rows; the same for every layer and head."""
+    index = jnp.arange(context.kept, dtype=jnp.int32)
+    tail = context.length - context.kept + index
+    return jnp.where(index < params.sink_keep_tokens, index, tail)[None]
+
+
+def build(params: Params) -> Method:
+    return Method(
+        "streamingllm",
+        "retention",
+        params,
+        summary="keep the first and the most recent tokens",
+        paper="arXiv 2309.17453",
+        keep_rows=keep_rows,
+        keep_count=keep_count,
+        peak=peak,
+    )
+
+
+PARAMS = Params
+ALIASES = ("attention-sink", "attention_sink")

@@ -1,0 +1,186 @@
+"""Finds methods and storages by looking into their folders, and turns "a+b+c" into one method and one storage.
+
+A file in `methods/` or `storages/` exports `PARAMS` (a frozen dataclass type) and `build(params)`; optionally `ALIASES`.
+Flags, the docs table and tests are derived from what is found here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import pkgutil
+import re
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparsejax import combine
+from sparsejax.errors import MethodError
+from sparsejax.method import Method
+from sparsejax.storage import Storage
+
+DEFAULT_METHOD = "dense"
+DEFAULT_STORAGE = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a file declares.
+
+    Attributes:
+      name: the file's name.
+      kind: "method" or "storage".
+      axis: the method's axis, or "storage".
+      params_type: dataclass of knobs; field metadata carries `help` and `unit`.
+      build: params -> Method or Storage.
+      aliases: other names.
+      summary, paper: texts of the default instance.
+    """
+
+    name: str
+    kind: str
+    axis: str
+    params_type: type
+    build: Callable[[Any], Any]
+    aliases: tuple[str, ...]
+    summary: str
+    paper: str
+
+
+@functools.cache
+def available() -> dict[str, Entry]:
+    """Every method and storage by name, methods first, in alphabetical order."""
+    entries: dict[str, Entry] = {}
+    for kind, folder in (("method", "methods"), ("storage", "storages")):
+        package = importlib.import_module(f"sparsejax.{folder}")
+        for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+            module = importlib.import_module(f"{package.__name__}.{module_info.name}")
+            default = module.build(module.PARAMS())
+            entries[module_info.name] = Entry(
+                name=module_info.name,
+                kind=kind,
+                axis=getattr(default, "axis", "storage"),
+                params_type=module.PARAMS,
+                build=module.build,
+                aliases=tuple(getattr(module, "ALIASES", ())),
+                summary=default.summary,
+                paper=default.paper,
+            )
+    return entries
+
+
+def method_params() -> dict[str, list[tuple[str, dataclasses.Field]]]:
+    """Every knob by name: which members have it, with the dataclass field of each."""
+    knobs: dict[str, list[tuple[str, dataclasses.Field]]] = {}
+    for entry in available().values():
+        for field in dataclasses.fields(entry.params_type):
+            knobs.setdefault(field.name, []).append((entry.name, field))
+    return knobs
+
+
+def storage_for_dtype(kv_cache_dtype: str) -> str:
+    """The storage that a --kv-cache-dtype value names.
+
+    Raises:
+      MethodError: listing what is known.
+    """
+    storages = {name: entry for name, entry in available().items() if entry.kind == "storage"}
+    for name, entry in storages.items():
+        if kv_cache_dtype == name or kv_cache_dtype in entry.aliases:
+            return name
+    known = sorted(alias for name, entry in storages.items() for alias in (name, *entry.aliases))
+    raise MethodError(f"--kv-cache-dtype {kv_cache_dtype!r} is not known; choose one of {', '.join(known)}")
+
+
+def _entry(name: str) -> Entry:
+    entries = available()
+    if name in entries:
+        return entries[name]
+    for entry in entries.values():
+        if name in entry.aliases and entry.kind == "method":
+            return entry
+    close = difflib.get_close_matches(name, entries, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise MethodError(f"sparse method {name!r} is not known{hint} (known: {', '.join(entries)})")
+
+
+def _parse_value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _split(spec: str) -> list[tuple[str, dict[str, Any]]]:
+    """"a(x=1,y=2)+b" -> [("a", {"x": 1, "y": 2}), ("b", {})]."""
+    members = []
+    for part in re.split(r"\+(?![^()]*\))", spec.strip()):
+        match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", part)
+        if match is None:
+            raise MethodError(f"can't read {part!r} in sparse method {spec!r}; write name or name(knob=value, ...)")
+        knobs = {}
+        for pair in filter(None, (piece.strip() for piece in (match[2] or "").split(","))):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise MethodError(f"can't read {pair!r} in sparse method {spec!r}; write knob=value")
+            knobs[key.strip()] = _parse_value(value.strip())
+        members.append((match[1], knobs))
+    return members
+
+
+def resolve(spec: str, params: Mapping[str, Any] | None = None, storage: str | None = None) -> tuple[Method, Storage]:
+    """The method and storage that a composition names.
+
+    Args:
+      spec: names joined by "+", each optionally with its own knobs: "snap(decode_keep_tokens=960)+quest".
+      params: knobs by name, given to every member that has them ("member.knob" to one member only). Knobs in `spec`
+        win.
+      storage: name of the storage if `spec` names none.
+
+    Raises:
+      MethodError: unknown names or knobs, bad values, members that don't go together.
+    """
+    params = dict(params or {})
+    used: set[str] = set()
+    methods: list[Method] = []
+    storages: list[Storage] = []
+    members = _split(spec)
+    if storage and not any(_entry(name).kind == "storage" for name, _ in members):
+        members.append((storage, {}))
+    for name, own in members:
+        entry = _entry(name)
+        fields = {field.name for field in dataclasses.fields(entry.params_type)}
+        values = {key: value for key, value in params.items() if key in fields}
+        for key, value in params.items():
+            prefix, dot, knob = key.partition(".")
+            if dot and prefix in (entry.name, *entry.aliases):
+                own = {knob: value, **own}
+                used.add(key)
+        used |= set(values)
+        unknown = sorted(set(own) - fields)
+        if unknown:
+            allowed = ", ".join(sorted(fields)) or "none"
+            raise MethodError(f"{entry.name} has no parameter {unknown[0]!r} (its parameters: {allowed})")
+        built = entry.build(entry.params_type(**{**values, **own}))
+        (methods if entry.kind == "method" else storages).append(built)
+    unused = sorted(set(params) - used)
+    if unused:
+        known = method_params()
+        owners = ", ".join(name for name, _ in known.get(unused[0], ()))
+        reason = f"it belongs to {owners}" if owners else "no method has it"
+        raise MethodError(f"parameter {unused[0]!r} does not apply to {spec!r}: {reason}")
+    if len(storages) > 1:
+        raise MethodError(f"{' and '.join(s.name for s in storages)} both decide how rows are stored; choose one")
+    if not methods:
+        methods.append(_build_default(DEFAULT_METHOD))
+    chosen = storages[0] if storages else _build_default(DEFAULT_STORAGE)
+    return combine.compose(tuple(methods)), chosen
+
+
+def _build_default(name: str) -> typing.Any:
+    entry = available()[name]
+    return entry.build(entry.params_type())

@@ -1,0 +1,33 @@
+"""Keys and values in the compute dtype."""
+
+from __future__ import annotations
+
+import jax
+
+from sparsejax.arrays import ArraySpec
+from sparsejax.geometry import Geometry
+from sparsejax.method import NoParams
+from sparsejax.storage import Storage
+
+
+def payload(params: NoParams, geometry: Geometry) -> dict[str, ArraySpec]:
+    rows = ArraySpec((geometry.page_size, geometry.head_dim), geometry.dtype, ("row", "head_dim"))
+    return {"k": rows, "v": rows}
+
+
+def encode(params: NoParams, geometry: Geometry, layer: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+    return {"k": k.astype(geometry.dtype), "v": v.astype(geometry.dtype)}
+
+
+def load_tile(
+    params: NoParams, geometry: Geometry, tiles: dict[str, jax.Array], layer: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return tiles["k"], tiles["v"]
+
+
+def build(params: NoParams) -> Storage:
+    return Storage("plain", params, "keys and values in the compute dtype", payload, encode, load_tile)
+
+
+PARAMS = NoParams
+ALIASES = ("auto",)
