@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator
 
 import hypothesis
 import pytest

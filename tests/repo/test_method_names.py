@@ -28,9 +28,7 @@ def mentions(text: str, names: set[str]) -> list[tuple[int, str]]:
         return []
     pattern = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(map(re.escape, names)))})(?![a-z0-9])", re.IGNORECASE)
     return [
-        (number, match.group(1))
-        for number, line in enumerate(text.splitlines(), 1)
-        for match in pattern.finditer(line)
+        (number, match.group(1)) for number, line in enumerate(text.splitlines(), 1) for match in pattern.finditer(line)
     ]
 
 

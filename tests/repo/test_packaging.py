@@ -27,7 +27,10 @@ def test_setup_maps_the_same_folders() -> None:
 @pytest.mark.parametrize("folder", PACKAGE_DIR.values())
 def test_every_folder_with_code_is_a_package(folder: str) -> None:
     """A folder without __init__.py imports fine from a checkout and is missing from the wheel."""
-    packaged = {folder, *(f"{folder}/{name.replace('.', '/')}" for name in setuptools.find_packages(str(ROOT / folder)))}
+    packaged = {
+        folder,
+        *(f"{folder}/{name.replace('.', '/')}" for name in setuptools.find_packages(str(ROOT / folder))),
+    }
     with_code = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
     assert with_code - packaged == set()
 
