@@ -1,0 +1,134 @@
+"""Fills the generated blocks of README.md and docs/*.md from the code, so that they can't go stale.
+
+A block stands between `<!-- generated: NAME -->` and `<!-- end -->`. Run from anywhere: `python docs/generate.py`, or
+with `--check` to only say which files would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import pathlib
+import re
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sparsejax import config, registry  # noqa: E402  (the path comes first)
+
+BLOCK = re.compile(r"(<!-- generated: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def cell(text: object) -> str:
+    """Text for one cell of a Markdown table."""
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def value(default: Any) -> str:
+    """A default as one would type it."""
+    if default is None or default == ():
+        return "-"
+    if isinstance(default, tuple):
+        return f"`{','.join(map(str, default))}`"
+    return f"`{default}`"
+
+
+def methods() -> str:
+    """One line per method and storage."""
+    rows = ["| name | kind | what it does | source |", "|---|---|---|---|"]
+    for entry in registry.available().values():
+        kind = "storage" if entry.kind == "storage" else entry.axis if entry.axis != "none" else "baseline"
+        rows.append(f"| `{entry.name}` | {kind} | {cell(entry.summary)} | {cell(entry.paper) or '-'} |")
+    return "\n".join(rows)
+
+
+def knobs() -> str:
+    """Every method and storage with its knobs."""
+    parts = []
+    for entry in registry.available().values():
+        fields = dataclasses.fields(entry.params_type)
+        parts.append(f"### `{entry.name}`")
+        names = f" Also known as {', '.join(f'`{alias}`' for alias in entry.aliases)}." if entry.aliases else ""
+        source = f" Source: {entry.paper}." if entry.paper else ""
+        parts.append(f"{entry.summary[:1].upper()}{entry.summary[1:]}.{source}{names}")
+        if fields:
+            rows = ["| knob | default | unit | meaning |", "|---|---|---|---|"]
+            for field in fields:
+                help_text, unit = field.metadata.get("help", ""), field.metadata.get("unit", "") or "-"
+                rows.append(f"| `{field.name}` | {value(field.default)} | {cell(unit)} | {cell(help_text)} |")
+            parts.append("\n".join(rows))
+        else:
+            parts.append("No knobs.")
+    return "\n\n".join(parts)
+
+
+def options() -> str:
+    """Every setting by group."""
+    groups: dict[str, list[str]] = {}
+    for config_type in (config.EngineConfig, config.ServerConfig):
+        for field in dataclasses.fields(config_type):
+            meta = field.metadata
+            spellings = [field.name.replace("_", "-"), *meta["aliases"]]
+            flags = ", ".join(f"`--{name}`" for name in spellings)
+            help_text = meta["help"] + (f" ({', '.join(meta['choices'])})" if meta["choices"] else "")
+            unit = f" {meta['unit']}" if meta["unit"] and field.default is not None else ""
+            row = f"| {flags} | {value(field.default)}{unit} | {cell(help_text)} |"
+            groups.setdefault(meta["group"], []).append(row)
+    parts = []
+    for group, rows in groups.items():
+        parts.append(
+            "\n".join([f"### {group.capitalize()}", "", "| flag | default | meaning |", "|---|---|---|", *rows])
+        )
+    return "\n\n".join(parts)
+
+
+def summary(path: pathlib.Path) -> str:
+    """First sentence of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
+
+
+def layout() -> str:
+    """One line per module of the four code folders."""
+    parts = []
+    for folder in ("sparsejax", "models", "serving", "pallas_kernels"):
+        rows = [f"| `{folder}/` | |", "|---|---|"]
+        for path in sorted((ROOT / folder).rglob("*.py"), key=lambda path: (len(path.parts), path.parts)):
+            text = summary(path)
+            if path.name != "__init__.py" or (text and path.parent != ROOT / folder):
+                rows.append(f"| `{path.relative_to(ROOT / folder).as_posix()}` | {cell(text)} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+GENERATORS = {"methods": methods, "knobs": knobs, "options": options, "layout": layout}
+
+
+def fill(text: str) -> str:
+    """The text with every block regenerated."""
+    return BLOCK.sub(lambda match: f"{match[1]}{GENERATORS[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> int:
+    """Rewrites what changed; with --check only lists it and returns 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text("utf-8")
+        new = fill(text)
+        if new != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not check:
+                path.write_text(new, "utf-8")
+    if stale:
+        print(f"{'out of date' if check else 'updated'}: {', '.join(stale)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
