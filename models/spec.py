@@ -24,12 +24,14 @@ class RopeSpec:
 
     Attributes:
       theta: base.
-      kind: "default", "linear", "llama3" or "yarn".
+      kind: "default", "linear", "llama3", "yarn" or "divisors".
       factor: context extension factor.
       low_freq_factor, high_freq_factor: llama3's band edges.
       original_max_len: window the model was trained on (llama3, yarn).
       beta_fast, beta_slow: yarn's ramp.
       attention_factor: yarn's multiplier of cos and sin; None derives it from `factor`.
+      truncate: yarn's ramp begins and ends at whole dimensions.
+      divisors: one divisor per frequency ("divisors": how GGUF files carry llama3's scaling).
     """
 
     theta: float = 10000.0
@@ -41,6 +43,8 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +90,32 @@ class ModelSpec:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorSlot:
+    """Where one tensor of a Hugging Face checkpoint goes.
+
+    Attributes:
+      path: keys of the weight tree, e.g. ("layers", 3, "qkv").
+      shape: the tensor's shape in the checkpoint.
+      transposed: stored [out, in] there and [in, out] here.
+      part: the piece of a fused array that it fills: "q", "k", "v", "gate" or "up"; None for the whole array.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    transposed: bool = False
+    part: str | None = None
+
+
 class Architecture(Protocol):
     """A model's pure functions. `weights` is {"embed", "layers": [one dict per layer], "final_norm", "lm_head"?}."""
 
     def weight_specs(self, spec: ModelSpec) -> Weights:
         """The same tree with an `ArraySpec` for every array. Matrices are [in, out]; "embed" is [vocab, hidden]."""
+        ...
+
+    def tensor_slots(self, spec: ModelSpec) -> dict[str, TensorSlot]:
+        """Every tensor that a Hugging Face checkpoint must hold, by name."""
         ...
 
     def embed(self, spec: ModelSpec, weights: Weights, tokens: jax.Array) -> jax.Array:

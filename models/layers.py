@@ -1,0 +1,130 @@
+"""Building blocks that architectures share: pure functions over arrays, exact under strict dtype and rank promotion.
+
+Norms, rotary tables and activations' inputs to them are computed in float32; matrix products run in the weights' dtype
+(true float32 where that is float32, on every platform), and only logits accumulate into a float32 result.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.models.spec import RopeSpec
+
+
+def _precision(x: jax.Array) -> jax.lax.Precision | None:
+    # Accelerators multiply float32 in TF32 or bfloat16 by default; who asks for float32 weights wants float32.
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[..., in] times [in, *out] -> [..., *out], in x's dtype."""
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), precision=_precision(x))
+
+
+def logits(x: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
+    """[..., hidden] -> float32 [..., vocab]. `contract` is the weight's hidden axis: 0 for a head, 1 for an embedding."""
+    dimensions = (((x.ndim - 1,), (contract,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, dimensions, precision=_precision(x), preferred_element_type=jnp.dtype(jnp.float32)
+    )
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019), in float32. x [..., n], weight [n]."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
+    return (x32 * scale * weight).astype(x.dtype)
+
+
+def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """silu(x gate) * (x up), times down. x [..., hidden], gate_up [hidden, 2, intermediate], down [intermediate, hidden]."""
+    both = linear(x, gate_up)
+    return linear(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down)
+
+
+def project_qkv(x: jax.Array, qkv: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value heads from one matrix, before RoPE.
+
+    Args:
+      x: [..., hidden].
+      qkv: [hidden, num_kv_heads, group_size + 2, head_dim]; for each KV head its query heads, then its key, its value.
+        One matrix product instead of three, and a split over KV heads is a split of one axis.
+      bias: [num_kv_heads, group_size + 2, head_dim] or None.
+
+    Returns:
+      q [..., num_q_heads, head_dim], k and v [..., num_kv_heads, head_dim].
+    """
+    heads = linear(x, qkv)
+    if bias is not None:
+        heads = heads + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+    q = heads[..., :-2, :]
+    q = q.reshape(*x.shape[:-1], q.shape[-3] * q.shape[-2], q.shape[-1])
+    return q, heads[..., -2, :], heads[..., -1, :]
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies, float32 [head_dim // 2], and the multiplier of cos and sin.
+
+    Sources: RoPE (Su et al. 2021), position interpolation ("linear", Chen et al. 2023), Llama 3.1's banded scaling
+    ("llama3"), YaRN (Peng et al. 2023). Computed in float64 on the host: these are constants of the program.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequencies = rope.theta**-exponents
+    if rope.kind == "default":
+        scaled, multiplier = frequencies, 1.0
+    elif rope.kind == "linear":
+        scaled, multiplier = frequencies / rope.factor, 1.0
+    elif rope.kind == "llama3":
+        scaled, multiplier = _llama3(rope, frequencies), 1.0
+    elif rope.kind == "yarn":
+        scaled, multiplier = _yarn(rope, frequencies, head_dim)
+    elif rope.kind == "divisors":
+        scaled, multiplier = frequencies / np.asarray(rope.divisors, np.float64), 1.0
+    else:
+        raise ValueError(f"unknown rope kind {rope.kind!r}: expected default, linear, llama3, yarn or divisors")
+    return scaled.astype(np.float32), multiplier
+
+
+def _llama3(rope: RopeSpec, frequencies: np.ndarray) -> np.ndarray:
+    # Long wavelengths are stretched by `factor`, short ones kept, those between blended by how often they turn
+    # within the original window.
+    turns = rope.original_max_len * frequencies / (2 * math.pi)
+    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / rope.factor)
+
+
+def _yarn(rope: RopeSpec, frequencies: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    def dimension_of(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    stretch = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    multiplier = rope.attention_factor
+    if multiplier is None:
+        multiplier = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return frequencies * (1 - stretch + stretch / rope.factor), multiplier
+
+
+def rope_table(rope: RopeSpec, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [..., 1, head_dim // 2], for int32 positions [...]; the 1 stands for the head axis."""
+    frequencies, multiplier = rope_frequencies(rope, head_dim)
+    frequencies = jnp.asarray(frequencies).reshape((1,) * (positions.ndim + 1) + frequencies.shape)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angles) * multiplier, jnp.sin(angles) * multiplier
+
+
+def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates [..., heads, head_dim] in the half-split layout: channel i pairs with i + head_dim // 2."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

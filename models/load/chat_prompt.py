@@ -1,0 +1,302 @@
+"""Chat messages to token ids, so that text inside a message never becomes a control token.
+
+Control tokens are the tokenizer's special tokens and those added tokens that are spelled as markup (<think>, [INST]).
+The template is rendered by transformers, as everywhere else; then the text is encoded in one piece, so the ids are those
+of `apply_chat_template`. Only where a string of the request contains the text of a control token (or has a piece of one
+at its edge, which could combine with its neighbour) is more done:
+
+1. Markers of private-use characters, new for each process, are put into that text before rendering and break it up.
+   What still reads as a control token after rendering was written by the template.
+2. Each of those is replaced by a stand-in, the markers are taken out, and the text is encoded by a copy of the
+   tokenizer that knows its control tokens by their stand-ins only. So the request's text is encoded as ordinary text,
+   in one piece with its surroundings.
+3. The marked rendering without its markers must equal the plain rendering. Where it does not, the template inspects
+   marked text (Qwen3's looks for </think> in answers). The fewest marks that disturb it are dropped, and the template
+   decides what that text means; a special token that a template inspects in a message is refused.
+
+Roles are not marked, since templates compare them; they must be well known or be named in the template.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from sparsejax.errors import RequestError
+
+_KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_TEMPLATE_VARIABLES = frozenset({"tools", "documents", "continue_final_message", "reasoning_effort"})
+_MARKUP = re.compile(r"[<\[\uff5c].+[>\]\uff5c]", re.DOTALL)
+_MAX_DEPTH = 64
+_MAX_RENDERINGS = 64
+_NONCE = secrets.token_hex(8)
+_MARK = f"\ue000{_NONCE}\ue001"
+
+
+class _Mark(NamedTuple):
+    """One reason to break up one string of the request. `token` is None for a mark at an edge."""
+
+    text: str
+    token: str | None
+
+
+class ChatPrompt:
+    """Renders conversations with one tokenizer's template.
+
+    Args:
+      hf: a fast transformers tokenizer.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        added = hf.backend_tokenizer.get_added_tokens_decoder().values()
+        control = [token for token in added if token.content and (token.special or _MARKUP.fullmatch(token.content))]
+        self.control_tokens = {token.content: token.special for token in control}
+        # Longest first: the alternation then takes the longest token at a position, as the tokenizer does.
+        ordered = sorted(self.control_tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._stand_ins = {token: f"\ue000{_NONCE}:{index}\ue001" for index, token in enumerate(ordered)}
+        self._longest = len(ordered[0]) if ordered else 0
+        self._beginnings = {token[:cut] for token in ordered for cut in range(1, len(token))}
+        self._endings = {token[cut:] for token in ordered for cut in range(1, len(token))}
+        self._all_tokens = "\n".join(ordered)
+
+    def ids(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids of the conversation. Raises RequestError."""
+        request = self._checked(messages, variables)
+        plain = self._render(request, add_generation_prompt)
+        marks = self._marks(request)
+        if not marks:
+            return self._hf.backend_tokenizer.encode(plain, add_special_tokens=False).ids
+        marked = self._render_marked(request, marks, add_generation_prompt, plain)
+        text = self._pattern.sub(lambda match: self._stand_ins[match.group()], marked).replace(_MARK, "")
+        separate, real_ids = self._separate_tokenizer
+        return [real_ids.get(index, index) for index in separate.encode(text, add_special_tokens=False).ids]
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The plain rendering. Raises RequestError."""
+        return self._render(self._checked(messages, variables), add_generation_prompt)
+
+    @functools.cached_property
+    def _separate_tokenizer(self) -> tuple[Any, dict[int, int]]:
+        """A copy of the tokenizer that knows control tokens by their stand-ins, and its ids for them to the real ids."""
+        import tokenizers
+
+        backend = self._hf.backend_tokenizer
+        data = json.loads(backend.to_str())
+        for token in data["added_tokens"]:
+            token["content"] = self._stand_ins.get(token["content"], token["content"])
+        data["post_processor"] = None
+        separate = tokenizers.Tokenizer.from_str(json.dumps(data))
+        real_ids = {
+            separate.token_to_id(stand_in): backend.token_to_id(token) for token, stand_in in self._stand_ins.items()
+        }
+        return separate, real_ids
+
+    # Rendering
+
+    def _render(self, request: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        variables = dict(request)
+        messages = variables.pop("messages")
+        try:
+            return self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:  # The template is the checkpoint's code: whatever it raises refuses this request.
+            reason = str(error).replace(_MARK, "") or type(error).__name__
+            raise RequestError(f"the chat template refuses these messages: {reason}", param="messages") from None
+
+    def _render_marked(
+        self, request: Mapping[str, Any], marks: list[_Mark], add_generation_prompt: bool, plain: str
+    ) -> str:
+        """The rendering with all marks but those that change it."""
+        kept: list[_Mark] = []
+        marked, renderings = plain, 0
+        groups = [marks]
+        while groups:
+            group = groups.pop()
+            renderings += 1
+            if renderings > _MAX_RENDERINGS:
+                raise RequestError(
+                    "too many strings with control tokens that the chat template inspects", param="messages"
+                )
+            attempt = self._try_marks(request, [*kept, *group], add_generation_prompt)
+            if attempt is not None and attempt.replace(_MARK, "") == plain:
+                kept, marked = [*kept, *group], attempt
+            elif len(group) > 1:
+                middle = len(group) // 2
+                groups += [group[middle:], group[:middle]]
+            elif self.control_tokens.get(group[0].token or ""):
+                raise RequestError(
+                    f"a message contains {group[0].token!r}, a control token that the chat template inspects",
+                    param="messages",
+                )
+        return marked
+
+    def _try_marks(self, request: Mapping[str, Any], marks: list[_Mark], add_generation_prompt: bool) -> str | None:
+        by_text: dict[str, set[str | None]] = {}
+        for mark in marks:
+            by_text.setdefault(mark.text, set()).add(mark.token)
+
+        def change(text: str) -> str:
+            return self._broken_up(text, by_text.get(text, frozenset()))
+
+        marked = _map_request(request, change, change)
+        try:
+            return self._render(marked, add_generation_prompt)
+        except RequestError:
+            return None
+
+    def _marks(self, request: Mapping[str, Any]) -> list[_Mark]:
+        """Every mark that the request's strings need, in order of appearance."""
+        marks: dict[_Mark, None] = {}
+
+        def visit_key(text: str) -> str:
+            if _NONCE in text:
+                raise RequestError("a message contains this server's private marker", param="messages")
+            marks.update(dict.fromkeys(_Mark(text, token) for token in self._pattern.findall(text)))
+            return text
+
+        def visit(text: str) -> str:
+            if self._has_piece_at_edge(text.strip()):
+                marks[_Mark(text, None)] = None
+            return visit_key(text)
+
+        _map_request(request, visit, visit_key)
+        return list(marks)
+
+    def _has_piece_at_edge(self, text: str) -> bool:
+        """`text` could complete a control token with what stands beside it."""
+        if not text:
+            return False
+        if len(text) < self._longest and text in self._all_tokens:
+            return True
+        lengths = range(1, min(len(text), self._longest) + 1)
+        return any(text[-size:] in self._beginnings or text[:size] in self._endings for size in lengths)
+
+    def _broken_up(self, text: str, tokens: Set[str | None]) -> str:
+        # A mark after each character of a token also breaks a second token that overlaps it. Marks at the edges stand
+        # inside the white space that templates trim.
+        broken = self._pattern.sub(
+            lambda match: "".join(char + _MARK for char in match.group()) if match.group() in tokens else match.group(),
+            text,
+        )
+        core = broken.strip()
+        return broken.replace(core, f"{_MARK}{core}{_MARK}", 1) if None in tokens else broken
+
+    # Checks
+
+    def _checked(self, messages: Any, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The template's variables with messages as plain dicts, content parts joined. Raises RequestError."""
+        if not self._hf.chat_template:
+            raise RequestError(
+                "this model has no chat template: use completions, or set --chat-template", param="messages"
+            )
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError("messages must be a list of at least one message", param="messages")
+        for name, value in variables.items():
+            if name in self._reserved_names:
+                raise RequestError(f"chat template variable {name!r} can't be set", param="chat_template_kwargs")
+            _check_data(value, name, "chat_template_kwargs")
+        return {"messages": [self._checked_message(*item) for item in enumerate(messages)], **variables}
+
+    @functools.cached_property
+    def _reserved_names(self) -> frozenset[str]:
+        parameters = inspect.signature(self._hf.apply_chat_template).parameters
+        return (frozenset(parameters) | {"messages", "self"}) - _TEMPLATE_VARIABLES
+
+    def _checked_message(self, index: int, message: Any) -> dict[str, Any]:
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{where} must be an object, got {type(message).__name__}", param="messages")
+        role = message.get("role")
+        if role is None:
+            raise RequestError(f"{where} has no role", param="messages")
+        if not isinstance(role, str) or not (role in _KNOWN_ROLES or self._template_names(role)):
+            known = ", ".join(sorted(_KNOWN_ROLES))
+            raise RequestError(f"{where}.role={role!r} is unknown: use one of {known}", param="messages")
+        content = message.get("content")
+        if content is None:
+            if not message.get("tool_calls"):
+                raise RequestError(f"{where} has no content", param="messages")
+            content = ""
+        checked = {**message, "content": _joined(content, f"{where}.content")}
+        _check_data(checked, where, "messages")
+        return checked
+
+    def _template_names(self, role: str) -> bool:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", role):
+            return False
+        template = self._hf.chat_template
+        texts = template.values() if isinstance(template, Mapping) else [template]
+        return any(f"'{role}'" in text or f'"{role}"' in text for text in texts)
+
+
+def _joined(content: Any, where: str) -> str:
+    """A message's text: a string, or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, Mapping)):
+        raise RequestError(
+            f"{where} must be a string or a list of text parts, got {type(content).__name__}", param="messages"
+        )
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(
+                f'{where}[{index}] must be {{"type": "text", "text": string}}, got {kind}', param="messages"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_data(value: Any, where: str, param: str, depth: int = 0) -> None:
+    """RequestError unless `value` is made of JSON types and not too deep."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{where.split('.')[0]} is nested deeper than {_MAX_DEPTH} levels", param=param)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RequestError(f"{where} has a key that is no string: {key!r}", param=param)
+            _check_data(item, f"{where}.{key}" if depth < 3 else where, param, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_data(item, where, param, depth + 1)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{where} contains a lone surrogate, which is not Unicode text", param=param) from None
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise RequestError(f"{where} must be a JSON value, got {type(value).__name__}", param=param)
+
+
+def _map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+    """A copy with every string and key changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change_key(key): _map_strings(item, change, change_key) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change, change_key) for item in value]
+    return value
+
+
+def _map_request(
+    request: Mapping[str, Any], change: Callable[[str], str], change_key: Callable[[str], str]
+) -> dict[str, Any]:
+    """`_map_strings` on the template's variables; their names and the messages' roles stay."""
+    changed = {name: _map_strings(value, change, change_key) for name, value in request.items()}
+    for message, original in zip(changed["messages"], request["messages"], strict=True):
+        message["role"] = original["role"]
+    return changed
