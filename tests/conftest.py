@@ -53,3 +53,15 @@ def data_dir() -> pathlib.Path:
 def prose(data_dir: pathlib.Path) -> str:
     """About 22,000 tokens of English prose (see tests/data/README.md)."""
     return "\n\n".join((data_dir / name).read_text("utf-8").strip() for name in ("persuasion.txt", "opticks.txt"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> pathlib.Path:
+    """Path of the default model's GGUF file; skips where it is neither in the cache nor to be fetched."""
+    from sparsejax.errors import LoadError
+    from sparsejax.models.load.default_model import fetch_default_model
+
+    try:
+        return fetch_default_model(progress=False)
+    except LoadError as error:
+        pytest.skip(f"no default model: {error}")

@@ -104,3 +104,25 @@ def test_generated_blocks_are_current() -> None:
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, f"{result.stdout}{result.stderr}run python docs/generate.py"
+
+
+def test_every_endpoint_is_documented() -> None:
+    from sparsejax.serving.app import create_app
+    from sparsejax.serving.state import ServerState
+
+    routes = {
+        (method, re.sub(r":\w+\}", "}", route.path))  # pyright: ignore[reportAttributeAccessIssue]
+        for route in create_app(ServerState()).routes
+        for method in route.methods - {"HEAD"}  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    section = (ROOT / "docs" / "api.md").read_text().split("## Endpoints")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(GET|POST) (/[^`]*)`", section)) == routes
+
+
+def test_every_request_field_is_documented() -> None:
+    from sparsejax.serving import protocol
+
+    text = (ROOT / "docs" / "api.md").read_text()
+    bodies = (protocol.ChatBody, protocol.CompletionBody, protocol.TokenizeBody, protocol.DetokenizeBody)
+    fields = {field for body in bodies for field in body.__struct_fields__}
+    assert {field for field in fields if f"`{field}`" not in text} == set()
