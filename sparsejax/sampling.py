@@ -1,0 +1,179 @@
+"""Sampling on the device. A row samples the same token alone or in company: its randomness is (seed, position) only.
+
+No sort of the vocabulary: top-k, top-p and min-p are thresholds on the logits, found by bisection on the order of
+float32 bit patterns, which is exact in 32 steps. Ties at a threshold all stay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.state import IN_PROMPT
+
+NUM_LOGPROBS = 20
+
+# Columns of the packed sampling inputs.
+INT_COLUMNS = ("mode", "top_k", "seed_low", "seed_high", "position", "logprobs", "mask_stops")
+FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+GREEDY, SAMPLE, GENERAL = 0, 1, 2
+
+
+class SamplingInputs(NamedTuple):
+    """Sampling parameters of a batch, one array per column of `INT_COLUMNS` (int32) and `FLOAT_COLUMNS` (float32).
+
+    `mode` is what the row needs at least: GREEDY (argmax), SAMPLE (temperature and thresholds) or GENERAL (also
+    penalties, logit bias, masked stop ids). `logprobs` >= 0 asks for log-probabilities.
+    """
+
+    mode: jax.Array
+    top_k: jax.Array
+    seed_low: jax.Array
+    seed_high: jax.Array
+    position: jax.Array
+    logprobs: jax.Array
+    mask_stops: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+
+    @classmethod
+    def unpack(cls, ints: jax.Array, floats: jax.Array) -> SamplingInputs:
+        """From int32 [batch, len(INT_COLUMNS)] and float32 [batch, len(FLOAT_COLUMNS)]."""
+        return cls(*ints.T, *floats.T)
+
+
+class RowBias(NamedTuple):
+    """What GENERAL sampling knows of each row: counts [batch, vocab], bias and stop ids (see `KVState`)."""
+
+    counts: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    stop_ids: jax.Array
+
+
+def adjust(logits: jax.Array, inputs: SamplingInputs, row: RowBias) -> jax.Array:
+    """Penalties, logit bias and masked stop ids on float32 [batch, vocab]."""
+    generated = row.counts & (IN_PROMPT - 1)
+    seen = row.counts != 0
+    repetition = inputs.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits -= inputs.frequency_penalty[:, None] * generated.astype(jnp.float32)
+    logits -= inputs.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
+    batch = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    logits = logits.at[batch, row.bias_ids].add(row.bias_values)
+    masked = (inputs.mask_stops[:, None] != 0) & (row.stop_ids >= 0)
+    floor = jnp.where(masked, -jnp.inf, jnp.inf)
+    return logits.at[batch, jnp.maximum(row.stop_ids, 0)].min(floor)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """uint32 keys in the order of float32 values (-inf lowest)."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_key(keys: jax.Array, enough) -> jax.Array:
+    """Per row the largest uint32 threshold t for which enough(keys >= t) holds; it must hold for t = 0."""
+    batch = keys.shape[0]
+
+    def step(i, low):
+        candidate = low | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
+        return jnp.where(enough(keys >= candidate[:, None]), candidate, low)
+
+    return jax.lax.fori_loop(0, 32, step, jnp.zeros((batch,), jnp.uint32))
+
+
+def filter_logits(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    """Temperature-scaled logits with everything outside min-p, top-k and top-p at -inf, in this order."""
+    vocab = logits.shape[1]
+    scaled = logits / jnp.maximum(inputs.temperature, 1e-6)[:, None]
+    scaled = scaled - scaled.max(-1, keepdims=True)  # the best token has 0, so exp(scaled) is its share of the best
+    scaled = jnp.where(jnp.exp(scaled) >= inputs.min_p[:, None], scaled, -jnp.inf)
+    top_k = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocab), vocab)
+
+    def cut_top_k(x):
+        keys = _ordered(x)
+        threshold = _largest_key(keys, lambda keep: keep.sum(-1) >= top_k)
+        return jnp.where((keys >= threshold[:, None]) | (top_k == vocab)[:, None], x, -jnp.inf)
+
+    def cut_top_p(x):
+        keys = _ordered(x)
+        mass = jnp.exp(x)
+        wanted = inputs.top_p * mass.sum(-1)
+        threshold = _largest_key(keys, lambda keep: jnp.where(keep, mass, 0.0).sum(-1) >= wanted)
+        return jnp.where((keys >= threshold[:, None]) | (inputs.top_p >= 1.0)[:, None], x, -jnp.inf)
+
+    scaled = jax.lax.cond((top_k < vocab).any(), cut_top_k, lambda x: x, scaled)
+    return jax.lax.cond((inputs.top_p < 1.0).any(), cut_top_p, lambda x: x, scaled)
+
+
+def _keys(inputs: SamplingInputs) -> jax.Array:
+    def one(low, high, position):
+        key = jax.random.key(0, impl="threefry2x32")
+        for word in (low, high, position):
+            key = jax.random.fold_in(key, word)
+        return key
+
+    as_words = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (inputs.seed_low, inputs.seed_high, inputs.position)]
+    return jax.vmap(one)(*as_words)
+
+
+def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(_keys(inputs))
+    sampled = jnp.argmax(filter_logits(logits, inputs) + noise, axis=-1)
+    greedy = jnp.argmax(logits, axis=-1)
+    return jnp.where(inputs.temperature > 0, sampled, greedy).astype(jnp.int32)
+
+
+def sample(logits: jax.Array, inputs: SamplingInputs, bias) -> jax.Array:
+    """Samples one token per row.
+
+    Args:
+      logits: float32 [batch, vocab].
+      inputs: parameters.
+      bias: () -> RowBias, called only where a row needs GENERAL sampling.
+
+    Returns:
+      int32 [batch].
+    """
+    return jax.lax.switch(
+        inputs.mode.max(),
+        (
+            lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            lambda: _draw(logits, inputs),
+            lambda: _draw(adjust(logits, inputs, bias()), inputs),
+        ),
+    )
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the raw distribution: of the sampled tokens [batch], and the best `NUM_LOGPROBS`."""
+
+    chosen: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array, inputs: SamplingInputs) -> Logprobs:
+    """Zeros unless some row asked."""
+    batch, vocab = logits.shape
+    width = min(NUM_LOGPROBS, vocab)
+
+    def compute():
+        normalised = jax.nn.log_softmax(logits, axis=-1)
+        chosen = jnp.take_along_axis(normalised, tokens[:, None], axis=1)[:, 0]
+        top, top_ids = jax.lax.top_k(normalised, width)
+        pad = ((0, 0), (0, NUM_LOGPROBS - width))
+        return Logprobs(chosen, jnp.pad(top_ids.astype(jnp.int32), pad), jnp.pad(top, pad, constant_values=-jnp.inf))
+
+    def nothing():
+        empty = jnp.zeros((batch, NUM_LOGPROBS), jnp.float32)
+        return Logprobs(jnp.zeros((batch,), jnp.float32), empty.astype(jnp.int32), empty)
+
+    return jax.lax.cond((inputs.logprobs >= 0).any(), compute, nothing)

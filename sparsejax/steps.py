@@ -1,0 +1,585 @@
+"""The jitted programs: decode one token, prefill a chunk, maintain, and copy rows about. Pure functions of a state.
+
+    state, outputs = decode_step(statics, weights, state, inputs)
+    state, outputs = prefill_chunk(statics, weights, state, inputs)
+    state = maintain_step(statics, state, plan, kind=..., phase=..., kept=...)
+    state = copy_pages(state, source, target)
+    exported = export_rows(state, row, head_pages);  state = import_rows(state, row, head_pages, exported)
+
+The state is donated: use the returned one. Shapes are static (the batch bucket, the chunk bucket, the table width);
+lengths and page counts are data, so a growing context never recompiles. Layers are unrolled around an inner jit per
+role, so layers that behave alike share one trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.geometry import Geometry
+from sparsejax.method import EvictContext, Method, Phase, SelectContext, Written
+from sparsejax.models.registry import get_architecture
+from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.layout import PageView
+from sparsejax.sampling import (
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    NUM_LOGPROBS,
+    Logprobs,
+    RowBias,
+    SamplingInputs,
+    logprobs,
+    sample,
+)
+from sparsejax.state import IN_PROMPT, POSITIONS, KVState, layer_view
+from sparsejax.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Statics:
+    """What a program is compiled for. Hashable.
+
+    Attributes:
+      spec: the model.
+      geometry: attention shape, page size and window.
+      method: the sparse method of every row in the batch.
+      storage: how rows are stored.
+      implementation: kernel implementation, None or "auto" to choose.
+      return_logits: also return the logits (research, scoring).
+    """
+
+    spec: ModelSpec
+    geometry: Geometry
+    method: Method
+    storage: Storage
+    implementation: str | None = None
+    return_logits: bool = False
+
+
+class DecodeInputs(NamedTuple):
+    """One decode step of a batch bucket. Padding has row 0 everywhere.
+
+    Attributes:
+      rows: int32 [batch, 2]: row, token to append (-1: the row's last sampled token).
+      ints, floats: sampling parameters, columns as in `sparsejax.sampling`.
+      updates: int32 [n, 5]: (layer, head, row, column, page) table entries to set first.
+    """
+
+    rows: jax.Array
+    ints: jax.Array
+    floats: jax.Array
+    updates: jax.Array
+
+
+class PrefillInputs(NamedTuple):
+    """One prompt chunk for each row of a bucket. Padding has row 0 and no tokens.
+
+    Attributes:
+      tokens: int32 [batch, chunk].
+      rows: int32 [batch, 4]: row, number of tokens, first chunk of a new owner (0/1), sample (0/1).
+      ints, floats, updates: as in `DecodeInputs`.
+    """
+
+    tokens: jax.Array
+    rows: jax.Array
+    ints: jax.Array
+    floats: jax.Array
+    updates: jax.Array
+
+
+class MaintainInputs(NamedTuple):
+    """One compaction.
+
+    Attributes:
+      row: int32 scalar.
+      new_pages: int32 [layers, heads, columns] (axes of the granularity): pages for the kept rows.
+      observed: int32 scalar, tokens processed in this phase since it began or since the last compaction.
+    """
+
+    row: jax.Array
+    new_pages: jax.Array
+    observed: jax.Array
+
+
+class StepOutputs(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+      packed: int32 [batch, 3 + 2 * NUM_LOGPROBS]: token, ok (0/1), then float32 bits of its logprob, the ids and the
+        float32 bits of the best logprobs. One small array, so one copy to the host.
+      logits: float32 [batch, vocab] if `Statics.return_logits`, else None.
+    """
+
+    packed: jax.Array
+    logits: jax.Array | None
+
+
+class Cache(NamedTuple):
+    """The arrays that layers update in turn."""
+
+    pools: dict[str, jax.Array]
+    page_aux: dict[str, jax.Array]
+    row_aux: dict[str, jax.Array]
+
+
+class Batch(NamedTuple):
+    """The rows of a step: what all layers share.
+
+    Attributes:
+      rows: int32 [batch].
+      table: int32 [layers or 1, heads or 1, batch, columns].
+      start: int32 [layers or 1, heads or 1, batch]: rows before this step.
+      num_new: int32 [batch]: rows that this step appends.
+      positions: int32 [batch, chunk].
+    """
+
+    rows: jax.Array
+    table: jax.Array
+    start: jax.Array
+    num_new: jax.Array
+    positions: jax.Array
+
+
+def _payload_names(cache: Cache) -> tuple[str, ...]:
+    return tuple(name for name in cache.pools if name != POSITIONS)
+
+
+def _load_tile(statics: Statics):
+    return functools.partial(statics.storage.load_tile, statics.storage.params, statics.geometry)
+
+
+def _write(
+    statics: Statics,
+    phase: str,
+    layer: jax.Array,
+    batch: Batch,
+    cache: Cache,
+    view: PageView,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> Cache:
+    """Appends k and v [batch, chunk, kv_heads, head_dim] after the rows of `view`, and tells the method."""
+    geometry, storage, method = statics.geometry, statics.storage, statics.method
+    chunk = k.shape[1]
+    step = jnp.arange(chunk, dtype=jnp.int32)
+    index = view.lengths[:, :, None] + step[None, None, :]
+    valid = step[None, :] < batch.num_new[:, None]
+    columns = jnp.minimum(index // geometry.page_size, geometry.max_pages - 1)
+    head_pages = view.pages_at(columns).swapaxes(1, 2)  # [batch, chunk, kv_heads]
+    head_pages = jnp.where(valid[:, :, None], head_pages, 0)
+    offsets = (index % geometry.page_size).swapaxes(1, 2)
+    payload = storage.encode(storage.params, geometry, layer, k, v)
+    pools = {name: cache.pools[name].at[head_pages, offsets].set(rows) for name, rows in payload.items()}
+    positions = jnp.broadcast_to(batch.positions[:, :, None], head_pages.shape)
+    pools[POSITIONS] = cache.pools[POSITIONS].at[head_pages, offsets].set(positions)
+    cache = cache._replace(pools=pools)
+    if method.on_write is None:
+        return cache
+    # Aux is computed from what attention will read back, so that rebuilding it from pages gives the same.
+    tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in payload.items()}
+    stored, _ = _load_tile(statics)(tiles, layer)
+    written = Written(
+        phase="token" if phase == "decode" else "chunk",
+        rows=batch.rows,
+        layer=layer,
+        keys=jnp.moveaxis(stored, 1, 2),
+        queries=q,
+        positions=batch.positions,
+        head_pages=head_pages,
+        offsets=offsets,
+        valid=valid,
+        num_valid=batch.num_new,
+    )
+    page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
+    return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "role", "phase"))
+def _layer(
+    statics: Statics,
+    role: str,
+    phase: str,
+    layer: jax.Array,
+    weights: Weights,
+    x: jax.Array,
+    batch: Batch,
+    cache: Cache,
+    carry: Any,
+) -> tuple[jax.Array, Cache, Any]:
+    """One layer of a decode step (x [batch, hidden]) or a prefill chunk (x [batch, chunk, hidden])."""
+    geometry, method = statics.geometry, statics.method
+    view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
+    box: dict[str, Any] = {"cache": cache, "carry": carry}
+    attention = {"load_tile": _load_tile(statics), "layer": layer, "scale": geometry.scale}
+    attention["implementation"] = statics.implementation
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        decoding = phase == "decode"
+        many = (q[:, None], k[:, None], v[:, None]) if decoding else (q, k, v)
+        cache = box["cache"] = _write(statics, phase, layer, batch, box["cache"], view, *many)
+        grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
+        names = _payload_names(cache)
+        if not decoding:
+            out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
+            return out
+        if method.select is not None:
+            context = SelectContext(
+                geometry, role, layer, q, grown, cache.page_aux, box["carry"], statics.implementation
+            )
+            selection = method.select(method.params, context)
+            grown, box["carry"] = selection.view, selection.carry
+        out, _ = api.decode_attention(q, cache.pools, names, grown, **attention)
+        return out
+
+    positions = batch.positions[:, 0] if phase == "decode" else batch.positions
+    x = get_architecture(statics.spec.architecture).layer(statics.spec, weights, x, positions, attend)
+    return x, box["cache"], box["carry"]
+
+
+def _layers(statics: Statics, phase: str, weights: Weights, x: jax.Array, batch: Batch, cache: Cache):
+    carry = None
+    for layer, role in enumerate(statics.method.roles(statics.geometry.num_layers)):
+        with jax.named_scope(f"layer_{layer}"):
+            x, cache, carry = _layer(
+                statics, role, phase, jnp.int32(layer), weights["layers"][layer], x, batch, cache, carry
+            )
+    return x, cache
+
+
+def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
+    name = statics.method.granularity.value
+    layer, head, row, column, page = updates.T
+    table = state.tables[name].at[layer, head, row, column].set(page)
+    return state.replace(tables={**state.tables, name: table})
+
+
+def _finish(
+    statics: Statics,
+    weights: Weights,
+    state: KVState,
+    hidden: jax.Array,
+    rows: jax.Array,
+    wanted: jax.Array,
+    ints: jax.Array,
+    floats: jax.Array,
+) -> tuple[KVState, StepOutputs]:
+    """Logits and sampling for [batch, hidden]; rows that are not `wanted` keep their last token."""
+    logits = get_architecture(statics.spec.architecture).logits(statics.spec, weights, hidden)
+    inputs = SamplingInputs.unpack(ints, floats)
+    ok = jnp.isfinite(logits).all(-1)
+    logits = jnp.where(ok[:, None], logits, 0.0)
+
+    def bias() -> RowBias:
+        return RowBias(state.counts[rows], state.bias_ids[rows], state.bias_values[rows], state.stop_ids[rows])
+
+    with jax.named_scope("sample"):
+        tokens = sample(logits, inputs, bias)
+        found = logprobs(logits, tokens, inputs)
+    target = jnp.where(wanted, rows, 0)
+    state = state.replace(
+        last_tokens=state.last_tokens.at[target].set(tokens),
+        counts=state.counts.at[target, tokens].add(1),
+    )
+    return state, StepOutputs(_pack(jnp.where(wanted, tokens, -1), ok, found), logits if statics.return_logits else None)
+
+
+def _pack(tokens: jax.Array, ok: jax.Array, found: Logprobs) -> jax.Array:
+    def bits(x):
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    head = jnp.stack([tokens, ok.astype(jnp.int32), bits(found.chosen)], axis=1)
+    return jnp.concatenate([head, found.top_ids, bits(found.top)], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def decode_step(
+    statics: Statics, weights: Weights, state: KVState, inputs: DecodeInputs
+) -> tuple[KVState, StepOutputs]:
+    """Appends one token to each row of a batch and samples the next.
+
+    Args:
+      statics: what the program is compiled for.
+      weights: the model's weights.
+      state: donated.
+      inputs: rows, sampling parameters and page table updates; every row needs a page for its next token.
+
+    Returns:
+      the new state, and the sampled tokens.
+    """
+    name = statics.method.granularity.value
+    state = _update_tables(statics, state, inputs.updates)
+    rows, forced = inputs.rows.T
+    live = (rows != 0).astype(jnp.int32)
+    tokens = jnp.where(forced >= 0, forced, state.last_tokens[rows])
+    table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
+    batch = Batch(rows, table, start, live, state.positions[rows][:, None])
+    x = get_architecture(statics.spec.architecture).embed(statics.spec, weights, tokens)
+    cache = Cache(state.pools, state.page_aux, state.row_aux)
+    x, cache = _layers(statics, "decode", weights, x, batch, cache)
+    state = state.replace(
+        pools=cache.pools,
+        page_aux=cache.page_aux,
+        row_aux=cache.row_aux,
+        lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].add(live[None, None, :])},
+        positions=state.positions.at[rows].add(live),
+    )
+    return _finish(statics, weights, state, x, rows, rows != 0, inputs.ints, inputs.floats)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def prefill_chunk(
+    statics: Statics, weights: Weights, state: KVState, inputs: PrefillInputs
+) -> tuple[KVState, StepOutputs]:
+    """Appends a prompt chunk to each row of a batch; rows whose prompt ends here sample their first token.
+
+    Args:
+      statics: what the program is compiled for.
+      weights: the model's weights.
+      state: donated.
+      inputs: tokens, rows, sampling parameters and page table updates; pages for all new tokens must be in the table.
+
+    Returns:
+      the new state, and the sampled tokens (-1 for rows that did not sample).
+    """
+    name = statics.method.granularity.value
+    state = _update_tables(statics, state, inputs.updates)
+    rows, num_new, first, wanted = inputs.rows.T
+    tokens = inputs.tokens
+    chunk = tokens.shape[1]
+    again = 1 - first
+    start = state.lengths[name][:, :, rows] * again[None, None, :]
+    position = state.positions[rows] * again
+    step = jnp.arange(chunk, dtype=jnp.int32)
+    batch = Batch(rows, state.tables[name][:, :, rows], start, num_new, position[:, None] + step[None, :])
+    x = get_architecture(statics.spec.architecture).embed(statics.spec, weights, tokens)
+    cache = Cache(state.pools, state.page_aux, state.row_aux)
+    x, cache = _layers(statics, "prefill", weights, x, batch, cache)
+    last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
+    seen = jnp.where(step[None, :] < num_new[:, None], rows[:, None], 0)
+    counts = state.counts.at[rows].multiply(again[:, None])
+    counts = counts.at[seen, tokens].set(counts[seen, tokens] | IN_PROMPT)
+    state = state.replace(
+        pools=cache.pools,
+        page_aux=cache.page_aux,
+        row_aux=cache.row_aux,
+        lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].set(start + num_new[None, None, :])},
+        positions=state.positions.at[rows].set(position + num_new),
+        counts=counts,
+    )
+    return _finish(statics, weights, state, last, rows, wanted != 0, inputs.ints, inputs.floats)
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))
+def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, phase: Phase, kept: int) -> KVState:
+    """Evicts one request down to `kept` rows per layer and head and packs them into fresh pages.
+
+    The method says which rows stay; their payload is copied as stored, aux is rebuilt, table and lengths are replaced.
+    The old pages are free once this has been submitted.
+
+    Args:
+      statics: what the program is compiled for; the method must evict.
+      state: donated.
+      inputs: row, fresh pages, observed tokens.
+      phase: what was just finished.
+      kept: rows to keep, fewer than the request holds.
+    """
+    geometry, method = statics.geometry, statics.method
+    assert method.keep_rows is not None
+    name = method.granularity.value
+    row = inputs.row
+    table, lengths = state.tables[name][:, :, row][:, :, None], state.lengths[name][:, :, row][:, :, None]
+    num_columns = inputs.new_pages.shape[2]
+    new_table = jnp.zeros_like(table).at[:, :, 0, :num_columns].set(inputs.new_pages)
+    kept_lengths = jnp.full_like(lengths, kept)
+    index = jnp.arange(kept, dtype=jnp.int32)
+    columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, :, None]
+
+    def body(layer, cache: Cache) -> Cache:
+        old = layer_view(geometry, method.granularity, table, lengths, layer)
+        new = layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
+        context = EvictContext(
+            geometry=geometry,
+            phase=phase,
+            kept=kept,
+            layer=layer,
+            view=old,
+            length=old.lengths[0, 0],
+            observed=inputs.observed,
+            next_position=state.positions[row],
+            pools=cache.pools,
+            names=_payload_names(cache),
+            load_tile=_load_tile(statics),
+            row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
+        )
+        keep = method.keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
+        source = old.pages_at(keep // geometry.page_size).swapaxes(1, 2)  # [1, kept, kv_heads]
+        source_offsets = (keep % geometry.page_size).swapaxes(1, 2)
+        target = new.pages_at(jnp.broadcast_to(columns, keep.shape)).swapaxes(1, 2)
+        rows = {pool: array[source, source_offsets] for pool, array in cache.pools.items()}
+        pools = {pool: cache.pools[pool].at[target, offsets].set(array) for pool, array in rows.items()}
+        cache = cache._replace(pools=pools)
+        if method.on_write is None:
+            return cache
+        positions = rows.pop(POSITIONS)
+        tiles = {pool: jnp.moveaxis(array, 2, 1) for pool, array in rows.items()}
+        keys, _ = _load_tile(statics)(tiles, layer)
+        written = Written(
+            phase="pack",
+            rows=row[None],
+            layer=layer,
+            keys=jnp.moveaxis(keys, 1, 2),
+            queries=None,
+            positions=positions[:, :, 0],
+            head_pages=target,
+            offsets=offsets,
+            valid=jnp.ones((1, kept), bool),
+            num_valid=jnp.full((1,), kept, jnp.int32),
+        )
+        page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
+        return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
+
+    cache = jax.lax.fori_loop(0, geometry.num_layers, body, Cache(state.pools, state.page_aux, state.row_aux))
+    return state.replace(
+        pools=cache.pools,
+        page_aux=cache.page_aux,
+        row_aux=cache.row_aux,
+        tables={**state.tables, name: state.tables[name].at[:, :, row].set(new_table[:, :, 0])},
+        lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(kept)},
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def copy_pages(state: KVState, source: jax.Array, target: jax.Array) -> KVState:
+    """Copies head-pages with their aux.
+
+    Args:
+      state: donated.
+      source, target: int32 [n] head-pages; pad with 0, the null page.
+    """
+    copy = {name: array.at[target].set(array[source]) for name, array in state.pools.items()}
+    aux = {name: array.at[target].set(array[source]) for name, array in state.page_aux.items()}
+    return state.replace(pools=copy, page_aux=aux)
+
+
+@functools.partial(jax.jit, static_argnames=("granularity",), donate_argnames=("state",))
+def fork_row(state: KVState, source: jax.Array, target: jax.Array, updates: jax.Array, *, granularity: str) -> KVState:
+    """Makes `target` a copy of row `source`: statistics, lengths, counts, and a table set by `updates`.
+
+    Args:
+      state: donated.
+      source, target: int32 scalars.
+      updates: int32 [n, 5] table entries of the target, as in `DecodeInputs`.
+      granularity: of the method.
+    """
+    layer, head, row, column, page = updates.T
+    table = state.tables[granularity].at[layer, head, row, column].set(page)
+    lengths = state.lengths[granularity]
+    return state.replace(
+        row_aux={name: array.at[:, target].set(array[:, source]) for name, array in state.row_aux.items()},
+        tables={**state.tables, granularity: table},
+        lengths={**state.lengths, granularity: lengths.at[:, :, target].set(lengths[:, :, source])},
+        positions=state.positions.at[target].set(state.positions[source]),
+        last_tokens=state.last_tokens.at[target].set(state.last_tokens[source]),
+        counts=state.counts.at[target].set(state.counts[source]),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def setup_row(
+    state: KVState, row: jax.Array, bias_ids: jax.Array, bias_values: jax.Array, stop_ids: jax.Array
+) -> KVState:
+    """Stores a new owner's logit bias and stop ids (see `KVState`)."""
+    return state.replace(
+        bias_ids=state.bias_ids.at[row].set(bias_ids),
+        bias_values=state.bias_values.at[row].set(bias_values),
+        stop_ids=state.stop_ids.at[row].set(stop_ids),
+    )
+
+
+class RowState(NamedTuple):
+    """What belongs to a row beside its pages. Lengths are [layers, heads] of the granularity."""
+
+    row_aux: dict[str, jax.Array]
+    lengths: jax.Array
+    position: jax.Array
+    last_token: jax.Array
+    counts: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    stop_ids: jax.Array
+
+
+class ExportedPages(NamedTuple):
+    """Head-pages off the pool: payload, positions and page aux, [n, ...] each."""
+
+    pools: dict[str, jax.Array]
+    page_aux: dict[str, jax.Array]
+
+
+@jax.jit
+def export_rows(state: KVState, head_pages: jax.Array) -> ExportedPages:
+    """Gathers head-pages into separate buffers; the state is not donated and does not change.
+
+    Args:
+      state: the state.
+      head_pages: int32 [n]; pad with 0.
+    """
+    pools = {name: array[head_pages] for name, array in state.pools.items()}
+    return ExportedPages(pools, {name: array[head_pages] for name, array in state.page_aux.items()})
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def import_rows(state: KVState, head_pages: jax.Array, exported: ExportedPages) -> KVState:
+    """Writes exported head-pages into the pool; padding goes to the null page.
+
+    Args:
+      state: donated.
+      head_pages: int32 [n]; 0 for padding.
+      exported: what `export_rows` gave.
+    """
+    pools = {name: array.at[head_pages].set(exported.pools[name]) for name, array in state.pools.items()}
+    aux = {name: array.at[head_pages].set(exported.page_aux[name]) for name, array in state.page_aux.items()}
+    return state.replace(pools=pools, page_aux=aux)
+
+
+@functools.partial(jax.jit, static_argnames=("granularity",))
+def export_row_state(state: KVState, row: jax.Array, *, granularity: str) -> RowState:
+    """Everything of a row but its pages."""
+    return RowState(
+        {name: array[:, row] for name, array in state.row_aux.items()},
+        state.lengths[granularity][:, :, row],
+        state.positions[row],
+        state.last_tokens[row],
+        state.counts[row],
+        state.bias_ids[row],
+        state.bias_values[row],
+        state.stop_ids[row],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("granularity",), donate_argnames=("state",))
+def import_row_state(
+    state: KVState, row: jax.Array, exported: RowState, table: jax.Array, *, granularity: str
+) -> KVState:
+    """Restores a row; `table` int32 [layers, heads, max_pages] is its whole new table."""
+    return state.replace(
+        row_aux={name: array.at[:, row].set(exported.row_aux[name]) for name, array in state.row_aux.items()},
+        tables={**state.tables, granularity: state.tables[granularity].at[:, :, row].set(table)},
+        lengths={**state.lengths, granularity: state.lengths[granularity].at[:, :, row].set(exported.lengths)},
+        positions=state.positions.at[row].set(exported.position),
+        last_tokens=state.last_tokens.at[row].set(exported.last_token),
+        counts=state.counts.at[row].set(exported.counts),
+        bias_ids=state.bias_ids.at[row].set(exported.bias_ids),
+        bias_values=state.bias_values.at[row].set(exported.bias_values),
+        stop_ids=state.stop_ids.at[row].set(exported.stop_ids),
+    )
+
+
+NUM_INTS, NUM_FLOATS = len(INT_COLUMNS), len(FLOAT_COLUMNS)
+PACKED_WIDTH = 3 + 2 * NUM_LOGPROBS
