@@ -155,6 +155,10 @@ class MethodFacts(Protocol):
     def name(self) -> str: ...
     @property
     def granularity(self) -> Granularity: ...
+    @property
+    def evicts(self) -> bool:
+        """False if `kept_after` returns its argument for every phase and length."""
+        ...
 
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows that stay once `phase` ("chunk", "prompt" or "token") is over; equal to `length` if nothing is due."""

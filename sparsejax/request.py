@@ -121,7 +121,9 @@ class SamplingParams:
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", value, -100.0, 100.0)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+            raise RequestError(
+                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise RequestError(
@@ -188,7 +190,8 @@ class RequestStats:
     """What a choice cost. Times in seconds of `time.monotonic()` differences, sizes in tokens.
 
     `seen_tokens` were processed, `resident_tokens` still hold KV (largest over layers and heads), `read_tokens` are
-    what the last decode step read, averaged over layers and heads.
+    what the last decode step read, averaged over layers and heads. `preemptions` counts how often the choice lost its
+    place; `rebuilt` says that its KV was then recomputed, because the swap space was full, rather than restored.
     """
 
     prompt_tokens: int = 0
@@ -202,6 +205,7 @@ class RequestStats:
     resident_tokens: int = 0
     read_tokens: int = 0
     preemptions: int = 0
+    rebuilt: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

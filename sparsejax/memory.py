@@ -1,0 +1,194 @@
+"""Rows, pages and promises: who may hold how much.
+
+Every row that is resident reserves the most pages it may hold within its prompt and its decode window, so admitted
+work never finds the pool empty. What is reserved but not yet held is a promise; `fits` weighs all promises together,
+slab by slab, because a slab cut for one granularity is of no use to another.
+
+Compaction writes kept rows to fresh pages before the old ones are freed. Compactions are submitted one row at a time
+and a row's old pages are free as soon as its plan is submitted, so all rows can share one transient reserve: the
+largest single compaction among the resident rows. A forked row is the exception: its old pages may outlive its
+compaction in another row's table, so it reserves the copies for itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsejax.cache.pages import IntegrityError, PagePool
+from sparsejax.geometry import Granularity
+from sparsejax.plans import MethodFacts, RunnerLimits
+from sparsejax.rows import RowPages, Sequence
+
+_PHASES = ("chunk", "prompt", "token")
+
+
+class Memory:
+    """The rows and pages of one runner. Mutated by the engine thread only."""
+
+    def __init__(self, limits: RunnerLimits) -> None:
+        self.limits = limits
+        self.geometry = limits.geometry
+        self.pool = PagePool(limits.geometry, limits.num_sequence_pages)
+        self.free_rows = list(range(limits.num_rows, 0, -1))
+        self.holders: dict[int, Sequence] = {}  # by row
+
+    # What a row needs, from integers alone.
+
+    def kept(self, facts: MethodFacts, phase: str, lengths: np.ndarray) -> np.ndarray | None:
+        """Rows that stay after a phase, or None if nothing is due."""
+        if not facts.evicts:
+            return None
+        kept = np.broadcast_to(np.asarray(facts.kept_after(phase, lengths), np.int32), lengths.shape)
+        if ((kept < 0) | (kept > lengths)).any():
+            raise ValueError(f"{facts.name} keeps {kept.max()} of {lengths.max()} rows after {phase!r}")
+        return None if (kept == lengths).all() else kept
+
+    def _pages(self, granularity: Granularity, rows: int) -> int:
+        layers, heads = self.geometry.table_shape(granularity)
+        return self.geometry.pages(rows) * layers * heads
+
+    def _compaction_pages(self, facts: MethodFacts, peak: int) -> int:
+        """Most fresh pages of one compaction of a row that never holds more than `peak` rows."""
+        lengths = np.full(self.geometry.table_shape(facts.granularity), peak, np.int32)
+        kept = (self.kept(facts, phase, lengths) for phase in _PHASES)
+        return max((int(self.geometry.pages(k).sum()) for k in kept if k is not None), default=0)
+
+    def _needs(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> int:
+        """Most pages the row holds, from `lengths` on, until `window` more tokens are decoded."""
+        facts, pages = seq.group.facts, seq.pages
+        length = 0 if lengths is None else int(lengths.max())
+        peak = facts.peak_rows(length, max(0, seq.prefill_len - seq.computed), window)
+        needs = self._pages(facts.granularity, peak)
+        if pages is not None:
+            # Never less than the next step takes, even if a method understates its peak.
+            needs = max(needs, pages.count + (pages.pages_for(1) if seq.prefilled else 0))
+            if pages.shared:
+                needs += seq.compaction_pages
+        return needs
+
+    def pages_alone(self, facts: MethodFacts, prompt_tokens: int, max_tokens: int) -> int:
+        """Pages that must exist for this request to run, even alone: its peak and one compaction."""
+        peak = facts.peak_rows(0, prompt_tokens, max_tokens - 1)
+        return self._pages(facts.granularity, peak) + self._compaction_pages(facts, peak)
+
+    def most_tokens(self, facts: MethodFacts, prompt_tokens: int, limit: int) -> int:
+        """The most tokens, up to `limit`, that a request could generate alone on this pool; 0 if none."""
+        capacity = self.pool.capacity(facts.granularity)
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages_alone(facts, prompt_tokens, middle) <= capacity:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    # Promises.
+
+    def fits(self, seq: Sequence, promise: int) -> bool:
+        """True if the pool can keep every promise when `seq` may take `promise` more pages."""
+        granularity = seq.group.facts.granularity
+        needs, compaction = dict.fromkeys(Granularity, 0), dict.fromkeys(Granularity, 0)
+        needs[granularity] = promise
+        compaction[granularity] = seq.compaction_pages
+        for other in self.holders.values():
+            if other is not seq and other.pages is not None:
+                granularity = other.pages.granularity
+                needs[granularity] += max(0, other.reserved_pages - other.pages.count)
+                compaction[granularity] = max(compaction[granularity], other.compaction_pages)
+        return self.pool.fits({g: needs[g] + compaction[g] for g in Granularity})
+
+    def reserve(self, seq: Sequence, window: int, least: int) -> bool:
+        """Reserves the largest window of at most `window` and at least `least` tokens that fits, halving it."""
+        held = seq.pages.count if seq.pages else 0
+        lengths = seq.pages.lengths if seq.pages else seq.swapped_lengths
+        window = min(window, seq.decode_left)
+        while True:
+            needs = self._needs(seq, window, lengths)
+            if self.fits(seq, needs - held):
+                seq.reserved_pages = needs
+                seq.window_end = seq.dispatched + window
+                return True
+            if window <= least:
+                return False
+            window = max(least, window // 2)
+
+    def must_renew(self, seq: Sequence) -> bool:
+        """True if the next decode step is not covered by the reservation."""
+        assert seq.pages is not None
+        return seq.dispatched >= seq.window_end or seq.pages.count + seq.pages.pages_for(1) > seq.reserved_pages
+
+    def shrink(self, seq: Sequence) -> None:
+        """After a compaction: gives back what the rest of the window no longer needs."""
+        assert seq.pages is not None
+        window = min(max(0, seq.window_end - seq.dispatched), seq.decode_left)
+        seq.reserved_pages = min(seq.reserved_pages, self._needs(seq, window, seq.pages.lengths))
+
+    # Rows.
+
+    def admit(self, seq: Sequence, window: int, least: int) -> bool:
+        """Gives the choice a row and a reservation, if both can be had. A swapped choice gets its pages too."""
+        if not self.free_rows:
+            return False
+        group = seq.group
+        peak = group.facts.peak_rows(0, len(group.prompt), group.max_tokens - 1)
+        seq.compaction_pages = self._compaction_pages(group.facts, peak)
+        if not self.reserve(seq, window, least):
+            return False
+        seq.pages = RowPages(self.pool, group.facts.granularity)
+        if seq.swapped_lengths is not None:
+            seq.pages.restore(seq.swapped_lengths)
+            seq.swapped_lengths = None
+        self._seat(seq)
+        return True
+
+    def fork(self, source: Sequence, target: Sequence, window: int) -> tuple[tuple[int, int], ...] | None:
+        """Makes `target` a second owner of the rows of `source`.
+
+        Returns the page copies to run, or None, with nothing changed, if row or pages can't be had.
+        """
+        assert source.pages is not None
+        if not self.free_rows:
+            return None
+        # A compaction of either may no longer return the pages they share.
+        lost = 0 if source.pages.shared else source.compaction_pages
+        source.reserved_pages += lost
+        target.computed = source.computed
+        target.compaction_pages = source.compaction_pages
+        window = min(window, target.decode_left)
+        needs = self._needs(target, window, source.pages.lengths) + target.compaction_pages
+        if not self.fits(target, needs - source.pages.num_full):
+            source.reserved_pages -= lost
+            target.computed = target.compaction_pages = 0
+            return None
+        target.pages, copies = source.pages.fork()
+        target.reserved_pages = needs
+        target.window_end = window
+        self._seat(target)
+        return copies
+
+    def _seat(self, seq: Sequence) -> None:
+        seq.row = self.free_rows.pop()
+        self.holders[seq.row] = seq
+
+    def release(self, seq: Sequence) -> None:
+        """Gives row, pages and promise back. Idempotent."""
+        if seq.pages is not None:
+            seq.pages.release()
+            seq.pages = None
+        if seq.row:
+            del self.holders[seq.row]
+            self.free_rows.append(seq.row)
+            seq.row = 0
+        seq.reserved_pages = 0
+
+    def check_integrity(self) -> None:
+        """Re-adds rows and pages; raises IntegrityError."""
+        rows = sorted([*self.free_rows, *self.holders])
+        if rows != list(range(1, self.limits.num_rows + 1)):
+            raise IntegrityError(f"rows are lost or owned twice: {rows}")
+        tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]
+        self.pool.check_integrity((pages.granularity, pages.held()) for pages in tables)
+        for pages in tables:
+            if (self.geometry.pages(pages.lengths) != pages.columns).any() or pages.count != pages.columns.sum():
+                raise IntegrityError("a row holds more or fewer pages than its length needs")

@@ -1,0 +1,516 @@
+"""A runner without a model: tokens come from a script, and every plan is checked against the contract.
+
+The mock stores what a device would store, one number per row of each head-page, and reads everything back before each
+step. So it notices pages that were freed or given to somebody else, wrong tables or lengths, appends to shared pages
+and rows that act before they were set up. Server and scheduler tests run on it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sparsejax.errors import RequestError
+from sparsejax.geometry import Geometry, Granularity
+from sparsejax.plans import (
+    DecodeRow,
+    ForkRow,
+    MaintainRow,
+    MethodFacts,
+    PrefillRow,
+    RunnerLimits,
+    SamplingRow,
+    StepResult,
+    SwappedRow,
+)
+
+Script = Callable[[Sequence[int], int, int], int]
+"""(token history, index of the next token within the completion, seed) -> token."""
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+_MASK = (1 << 64) - 1
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
+
+
+class ContractError(AssertionError):
+    """A plan broke the contract of `sparsejax.plans`."""
+
+
+def mix(*values: int) -> int:
+    """A 63-bit hash of integers; the same in every process."""
+    state = 0x243F6A8885A308D3
+    for value in values:
+        state = ((state ^ (value & _MASK)) * 0x9E3779B97F4A7C15) & _MASK
+        state ^= state >> 29
+    return state >> 1
+
+
+def hash_script(history: Sequence[int], position: int, seed: int) -> int:
+    """A letter or a space that depends on the whole history and the seed."""
+    state = mix(seed, position, len(history), *history)
+    return _LETTERS[state % len(_LETTERS)]
+
+
+def echo_script(history: Sequence[int], position: int, seed: int) -> int:
+    """Repeats the history from its start."""
+    return history[position]
+
+
+SCRIPTS: dict[str, Script] = {"hash": hash_script, "echo": echo_script}
+
+
+@dataclasses.dataclass(frozen=True)
+class MockMethod:
+    """Integers of a retention method.
+
+    Attributes:
+      name: under which it is served.
+      granularity: what one page allocation covers.
+      prompt_budget: rows kept after the prompt, or None for all.
+      window: rows kept by evictions after chunks and tokens, or None.
+      interval: rows above `window` at which such an eviction is due.
+      layer_step: each further layer keeps so many rows fewer (at least one).
+      final_chunk: fewest tokens of the last prompt chunk.
+    """
+
+    name: str = "dense"
+    granularity: Granularity = Granularity.SEQUENCE
+    prompt_budget: int | None = None
+    window: int | None = None
+    interval: int = 4
+    layer_step: int = 0
+    final_chunk: int = 1
+
+    @property
+    def evicts(self) -> bool:
+        return self.prompt_budget is not None or self.window is not None
+
+    def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
+        kept = np.array(length, np.int32)
+        layers = np.arange(kept.shape[0], dtype=np.int32)[:, None]
+        if phase == "prompt" and self.prompt_budget is not None:
+            kept = np.minimum(kept, np.maximum(1, self.prompt_budget - layers * self.layer_step))
+        elif phase != "prompt" and self.window is not None and int(kept.max()) >= self.window + self.interval:
+            kept = np.minimum(kept, np.maximum(1, self.window - layers * self.layer_step))
+        return kept
+
+    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+        # Between chunks of unknown size nothing is promised to go: the whole prompt may come in one.
+        peak = decoded = length + prompt_tokens
+        if prompt_tokens and self.prompt_budget is not None:
+            decoded = min(decoded, self.prompt_budget)
+        decoded += decode_tokens
+        if self.window is not None:
+            decoded = min(decoded, max(peak, self.window + self.interval))
+        return max(peak, decoded)
+
+    def rows_read(self, length: int, geometry: Geometry) -> int:
+        return length
+
+    def min_final_chunk(self) -> int:
+        return self.final_chunk
+
+
+METHODS = (
+    MockMethod("dense"),
+    MockMethod("window", window=24, interval=8),
+    MockMethod("prompt", Granularity.LAYER, prompt_budget=16),
+    MockMethod("pyramid", Granularity.LAYER, prompt_budget=20, window=32, interval=8, layer_step=3),
+    MockMethod("heads", Granularity.HEAD, prompt_budget=12, final_chunk=4),
+)
+"""One of each kind: keep-all, windowed, prompt-only eviction per layer, uneven layers, per head with a long last chunk."""
+
+
+@dataclasses.dataclass
+class _Row:
+    """What the device knows of a row."""
+
+    granularity: Granularity
+    method: str
+    history: list[int]
+    stamps: list[list[np.ndarray]]  # per [layer][head of the granularity]: what each resident row should hold
+    table: np.ndarray  # int32 [layers, heads, columns]
+    last_token: int | None = None
+    last_stamp: int = 0
+
+    def copy(self) -> _Row:
+        stamps = [[s.copy() for s in layer] for layer in self.stamps]
+        return _Row(
+            self.granularity,
+            self.method,
+            list(self.history),
+            stamps,
+            self.table.copy(),
+            self.last_token,
+            self.last_stamp,
+        )
+
+
+class MockTicket:
+    """A result that is there at once, after a delay, or when the runner is released."""
+
+    def __init__(
+        self, result: StepResult | Exception, ready_s: float, gate: threading.Event, runner: MockRunner
+    ) -> None:
+        self._result, self._ready_s, self._gate, self._runner = result, ready_s, gate, runner
+        self.collected = False
+
+    def is_ready(self) -> bool:
+        return self._gate.is_set() and self._runner.clock() >= self._ready_s
+
+    def result(self) -> StepResult:
+        if self.collected:
+            raise ContractError("a ticket was collected twice")
+        self._gate.wait()
+        self._runner.wait_until(self._ready_s)
+        self.collected = True
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class MockRunner:
+    """Implements `sparsejax.plans.Runner` from a script.
+
+    Args:
+      script: "hash" (letters from a hash of everything before), "echo", or a function.
+      methods: served methods, the first is the default. Defaults to one of each kind.
+      eos_after: the token at this index of each completion is end-of-sequence, if it may be.
+      step_s, token_s: device time of one program and of each of its tokens.
+      verify: read back and compare all stored rows in every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        script: str | Script = "hash",
+        methods: Sequence[MethodFacts] = METHODS,
+        num_layers: int = 2,
+        num_kv_heads: int = 2,
+        page_size: int = 4,
+        max_model_len: int = 4096,
+        num_rows: int = 8,
+        num_sequence_pages: int = 2049,
+        decode_buckets: tuple[int, ...] = (1, 2, 4, 8),
+        prefill_buckets: tuple[tuple[int, int], ...] = ((1, 16), (1, 64), (4, 64), (1, 256)),
+        eos_after: int | None = None,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+        verify: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        geometry = Geometry(num_layers, num_kv_heads, num_kv_heads, 8, page_size, max_model_len, 1.0)
+        self._limits = RunnerLimits(
+            geometry,
+            VOCAB_SIZE,
+            num_rows,
+            num_sequence_pages,
+            decode_buckets,
+            prefill_buckets,
+            (EOS,),
+            {method.name: method for method in methods},
+        )
+        self._script = SCRIPTS[script] if isinstance(script, str) else script
+        self.eos_after = eos_after
+        self.step_s, self.token_s, self.verify = step_s, token_s, verify
+        self.clock, self._sleep = clock, sleep
+        self._device_free_s = 0.0
+        self._pool = np.zeros((num_sequence_pages * geometry.head_pages_per_sequence_page, page_size), np.int64)
+        self._rows: dict[int, _Row] = {}
+        self._stops: dict[int, tuple[int, ...]] = {}
+        self._gate = threading.Event()
+        self._gate.set()
+        self._faults: dict[str, list[tuple[int, Exception, str]]] = {}
+        self._poisoned: set[int] = set()
+        self._refused: set[int] = set()
+        self.calls: dict[str, int] = {}
+        self.log: list[tuple] = []
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    # Faults and delays, for tests.
+
+    def hold(self) -> None:
+        """No ticket becomes ready until `release`."""
+        self._gate.clear()
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def fail(self, call: str, nth: int, error: Exception, when: str = "before") -> None:
+        """The nth call from now (1 is the next) of a method raises: "before" it acts, "after", or at its ticket's "result"."""
+        self._faults.setdefault(call, []).append((self.calls.get(call, 0) + nth, error, when))
+
+    def poison(self, token: int) -> None:
+        """Rows with this token in their history get non-finite logits."""
+        self._poisoned.add(token)
+
+    def refuse(self, token: int) -> None:
+        """Batches with a row that has this token in its history are refused with RequestError, before they act."""
+        self._refused.add(token)
+
+    def wait_until(self, when_s: float) -> None:
+        while (left := when_s - self.clock()) > 0:
+            self._sleep(left)
+
+    def generate(
+        self, prompt: Sequence[int], count: int, seed: int = 0, stops: Sequence[int] = (EOS,), min_tokens: int = 0
+    ) -> list[int]:
+        """What a request generates alone: the oracle for tests. Ends after a stop token."""
+        history, output = list(prompt), []
+        while len(output) < count:
+            sampling = SamplingRow(seed=seed, position=len(output), mask_stops=len(output) < min_tokens)
+            token = self._next(history, sampling, tuple(stops))
+            history.append(token)
+            output.append(token)
+            if token in stops:
+                break
+        return output
+
+    def _next(self, history: Sequence[int], sampling: SamplingRow, stops: tuple[int, ...]) -> int:
+        token = self._script(history, sampling.position, sampling.seed)
+        if self.eos_after is not None and sampling.position >= self.eos_after:
+            token = EOS
+        if sampling.mask_stops and token in stops:
+            token = next(t for t in range(ord("a"), VOCAB_SIZE) if t not in stops)
+        return token
+
+    # The runner.
+
+    def setup_row(self, row: int, logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> None:
+        self._enter("setup_row")
+        self._require(1 <= row <= self._limits.num_rows, f"row {row} does not exist")
+        self._stops[row] = stop_ids
+        self._rows.pop(row, None)
+        self._leave("setup_row")
+
+    def prefill(self, method: str, rows: list[PrefillRow]) -> MockTicket:
+        fits = [
+            b for b in self._limits.prefill_buckets if b[0] >= len(rows) and b[1] >= max(len(r.tokens) for r in rows)
+        ]
+        self._require(bool(fits), f"no bucket for {len(rows)} chunks of {[len(r.tokens) for r in rows]} tokens")
+        fault = self._enter("prefill", [(plan.row, plan.tokens.tolist()) for plan in rows])
+        tokens = []
+        for plan in rows:
+            self._require(plan.tokens.dtype == np.int32 and len(plan.tokens) > 0, "a chunk is int32 and not empty")
+            if plan.first:
+                self._require(plan.row in self._stops, f"row {plan.row} was not set up")
+                self._rows[plan.row] = self._empty(method)
+            row = self._row(plan.row, method)
+            self._append(plan.row, row, plan.tokens.tolist(), plan.table_updates)
+            tokens.append(self._sample(plan.row, row, plan.sampling) if plan.sample else -1)
+        return self._ticket("prefill", rows, tokens, sum(len(plan.tokens) for plan in rows), fault)
+
+    def decode(self, method: str, rows: list[DecodeRow]) -> MockTicket:
+        self._require(len(rows) <= self._limits.decode_buckets[-1], f"no bucket for {len(rows)} rows")
+        fault = self._enter("decode", [(plan.row, []) for plan in rows])
+        tokens = []
+        for plan in rows:
+            row = self._row(plan.row, method)
+            token = row.last_token if plan.token is None else plan.token
+            self._require(token is not None, f"row {plan.row} decodes before its first token was sampled")
+            assert token is not None
+            self._append(plan.row, row, [token], plan.table_updates)
+            tokens.append(self._sample(plan.row, row, plan.sampling))
+        return self._ticket("decode", rows, tokens, len(rows), fault)
+
+    def maintain(self, method: str, plan: MaintainRow) -> None:
+        self._enter("maintain")
+        row = self._row(plan.row, method)
+        lengths = self._lengths(row)
+        self._require(
+            bool((lengths == plan.length).all()),
+            f"row {plan.row} has {lengths.tolist()} rows, not {plan.length.tolist()}",
+        )
+        self._require(plan.turn_tokens == len(row.history), "turn_tokens is not what was processed")
+        self._check_contents(plan.row, row)
+        facts = self._limits.methods[method]
+        expected = np.broadcast_to(facts.kept_after(plan.phase, lengths), lengths.shape)
+        self._require(
+            bool((expected == plan.kept).all()), f"{method} keeps {expected.tolist()} rows, not {plan.kept.tolist()}"
+        )
+        self.log.append((method, plan.phase, len(row.history), lengths.tolist(), plan.kept.tolist()))
+        columns = self._limits.geometry.pages(plan.kept)
+        self._require(plan.new_pages.shape == (*columns.shape, columns.max()), "new_pages has the wrong shape")
+        fresh = plan.new_pages[np.arange(plan.new_pages.shape[-1]) < columns[..., None]]
+        old = row.table[np.arange(row.table.shape[-1]) < self._limits.geometry.pages(lengths)[..., None]]
+        self._require(not set(fresh.tolist()) & {0, *old.tolist()}, "compaction must write to fresh pages")
+        self._require(len(set(fresh.tolist())) == len(fresh), "a fresh page is listed twice")
+        self._require(int((plan.new_pages != 0).sum()) == len(fresh), "new_pages lists more pages than are needed")
+        row.table = np.zeros_like(row.table)
+        row.table[..., : plan.new_pages.shape[-1]] = plan.new_pages
+        for l, layer in enumerate(row.stamps):
+            for h, stamps in enumerate(layer):
+                # The contract fixes how many rows stay, not which: keep an arbitrary, ordered choice.
+                rank = np.array([mix(int(s), l, h) for s in stamps])
+                layer[h] = stamps[np.sort(np.argsort(rank, kind="stable")[: int(plan.kept[l, h])])]
+        self._write(row, np.zeros(plan.kept.shape, np.int32))
+        self._leave("maintain")
+
+    def fork(self, method: str, plan: ForkRow) -> None:
+        self._enter("fork")
+        source = self._row(plan.source, method)
+        self._require(plan.target in self._stops and plan.target != plan.source, f"row {plan.target} was not set up")
+        self._check_contents(plan.source, source)
+        target = source.copy()
+        target.table = np.zeros_like(source.table)
+        for origin, copy in plan.copies:
+            self._pool[self._span(source.granularity, copy)] = self._pool[self._span(source.granularity, origin)]
+        self._rows[plan.target] = target
+        self._update_table(target, plan.table_updates)
+        self._check_contents(plan.target, target)
+        self._leave("fork")
+
+    def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
+        self._enter("export_row")
+        state = self._row(row, method)
+        self._check_pages(row, state, pages)
+        self._check_contents(row, state)
+        self._leave("export_row")
+        return SwappedRow(state.copy(), int((pages >= 0).sum()) * 64)
+
+    def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
+        self._enter("import_row")
+        self._require(row in self._stops, f"row {row} was not set up")
+        state = swapped.payload.copy()
+        self._require(state.method == method, "a row came back under another method")
+        state.table = np.zeros_like(state.table)
+        state.table[..., : pages.shape[-1]] = np.where(pages >= 0, pages, 0)
+        self._rows[row] = state
+        self._check_pages(row, state, pages)
+        self._write(state, np.zeros_like(self._lengths(state)))
+        self._leave("import_row")
+
+    # What the device does.
+
+    def _empty(self, method: str) -> _Row:
+        granularity = self._limits.methods[method].granularity
+        layers, heads = self._limits.geometry.table_shape(granularity)
+        table = np.zeros((layers, heads, self._limits.geometry.max_pages), np.int32)
+        return _Row(granularity, method, [], [[np.zeros(0, np.int64)] * heads for _ in range(layers)], table)
+
+    def _row(self, row: int, method: str) -> _Row:
+        self._require(row in self._rows, f"row {row} has no owner")
+        self._require(self._rows[row].method == method, f"row {row} belongs to {self._rows[row].method}, not {method}")
+        return self._rows[row]
+
+    def _lengths(self, row: _Row) -> np.ndarray:
+        return np.array([[len(s) for s in layer] for layer in row.stamps], np.int32)
+
+    def _update_table(self, row: _Row, updates: np.ndarray | None) -> None:
+        if updates is None:
+            return
+        self._require(
+            updates.dtype == np.int32 and updates.ndim == 2 and updates.shape[1] == 4, "updates are int32 [n, 4]"
+        )
+        self._require(bool((updates[:, 3] > 0).all()), "an update points to the null page")
+        row.table[updates[:, 0], updates[:, 1], updates[:, 2]] = updates[:, 3]
+
+    def _append(self, index: int, row: _Row, tokens: list[int], updates: np.ndarray | None) -> None:
+        self._check_contents(index, row)
+        self._update_table(row, updates)
+        stamps = []
+        for token in tokens:
+            row.last_stamp = mix(row.last_stamp, token, len(row.history))
+            row.history.append(token)
+            stamps.append(row.last_stamp)
+        before = self._lengths(row)
+        for layer in row.stamps:
+            for h, old in enumerate(layer):
+                layer[h] = np.concatenate([old, np.array(stamps, np.int64)])
+        self._write(row, before)
+        self._check_contents(index, row)
+
+    def _places(self, row: _Row, l: int, h: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Head-pages [parts, rows] and offsets [rows] of rows [start, stop)."""
+        page_size = self._limits.geometry.page_size
+        index = np.arange(start, stop)
+        pages = row.table[l, h, index // page_size]
+        self._require(bool((pages > 0).all()), f"rows {start} to {stop} reach the null page")
+        parts = self._limits.geometry.head_pages_per_page(row.granularity)
+        return pages * parts + np.arange(parts)[:, None], index % page_size
+
+    def _write(self, row: _Row, start: np.ndarray) -> None:
+        for l, layer in enumerate(row.stamps):
+            for h, stamps in enumerate(layer):
+                first = int(start[l, h])
+                pages, offsets = self._places(row, l, h, first, len(stamps))
+                self._pool[pages, offsets] = stamps[first:] + np.arange(len(pages))[:, None]
+
+    def _check_contents(self, index: int, row: _Row) -> None:
+        if not self.verify:
+            return
+        for l, layer in enumerate(row.stamps):
+            for h, stamps in enumerate(layer):
+                pages, offsets = self._places(row, l, h, 0, len(stamps))
+                same = self._pool[pages, offsets] == stamps + np.arange(len(pages))[:, None]
+                self._require(bool(same.all()), f"row {index} layer {l} head {h} reads what it did not write")
+
+    def _check_pages(self, index: int, row: _Row, pages: np.ndarray) -> None:
+        columns = self._limits.geometry.pages(self._lengths(row))
+        mask = np.arange(pages.shape[-1]) < columns[..., None]
+        right = pages.dtype == np.int32 and pages.shape[-1] >= columns.max() and bool((pages[~mask] == -1).all())
+        self._require(right, f"row {index} has {columns.tolist()} pages, the plan lists others")
+        self._require(bool((pages == row.table[..., : pages.shape[-1]])[mask].all()), f"row {index} has other pages")
+
+    def _span(self, granularity: Granularity, page: int) -> slice:
+        parts = self._limits.geometry.head_pages_per_page(granularity)
+        return slice(page * parts, (page + 1) * parts)
+
+    def _sample(self, index: int, row: _Row, sampling: SamplingRow) -> int:
+        row.last_token = self._next(row.history, sampling, self._stops[index])
+        return row.last_token
+
+    def _ticket(
+        self,
+        call: str,
+        rows: Sequence[PrefillRow] | Sequence[DecodeRow],
+        tokens: list[int],
+        num_tokens: int,
+        fault: Exception | None,
+    ) -> MockTicket:
+        count = len(rows)
+        ok = np.array([self._poisoned.isdisjoint(self._rows[plan.row].history) for plan in rows])
+        result = StepResult(np.array(tokens, np.int32), ok)
+        if any(plan.sampling.logprobs >= 0 for plan in rows):
+            sampled = np.array(tokens, np.int32)[:, None]
+            ids = np.concatenate([sampled, (sampled + np.arange(1, 20, dtype=np.int32)) % VOCAB_SIZE], 1).astype(
+                np.int32
+            )
+            values = np.broadcast_to(-0.5 - np.arange(20, dtype=np.float32), (count, 20))
+            result = dataclasses.replace(result, logprob=values[:, 0], top_ids=ids, top_logprobs=values)
+        self._device_free_s = max(self.clock(), self._device_free_s) + self.step_s + self.token_s * num_tokens
+        self._leave(call)
+        return MockTicket(fault or result, self._device_free_s, self._gate, self)
+
+    def _enter(self, call: str, rows: Sequence[tuple[int, list[int]]] = ()) -> Exception | None:
+        """Counts the call, raises what was injected before it, returns what its ticket shall raise."""
+        self.calls[call] = number = self.calls.get(call, 0) + 1
+        for row, tokens in rows:
+            history = self._rows[row].history if row in self._rows else []
+            if not self._refused.isdisjoint([*history, *tokens]):
+                raise RequestError(f"row {row} is refused")
+        at_result = None
+        for nth, error, when in self._faults.get(call, ()):
+            if nth == number and when == "before":
+                raise error
+            if nth == number and when == "result":
+                at_result = error
+        return at_result
+
+    def _leave(self, call: str) -> None:
+        for nth, error, when in self._faults.get(call, ()):
+            if nth == self.calls[call] and when == "after":
+                raise error
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ContractError(message)

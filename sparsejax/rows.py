@@ -1,0 +1,339 @@
+"""The records the scheduler moves around: a request, its choices, and the pages of a row."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import numpy as np
+
+from sparsejax.cache.pages import PagePool
+from sparsejax.geometry import Geometry, Granularity
+from sparsejax.plans import MethodFacts, SamplingRow, SwappedRow
+from sparsejax.request import Request, RequestStats, TokenEvent
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the choices of one request get distinct seeds
+_MASK64 = (1 << 64) - 1
+
+
+class State(enum.Enum):
+    """Where a choice is. A choice in PREFILL or DECODE owns a row, unless its last token is already under way."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+class RowPages:
+    """The pages of one row, per [layer][head] of its granularity. Owns one reference of each page in its table.
+
+    Attributes:
+      table: int32 [layers, heads, columns]; entries from `columns` on are 0.
+      columns: int32 [layers, heads], pages held.
+      lengths: int32 [layers, heads], rows (tokens) held.
+      count: pages held in all.
+      room: tokens that can be appended before any head needs a page.
+      shared: another row may hold some of the pages too.
+    """
+
+    def __init__(self, pool: PagePool, granularity: Granularity) -> None:
+        self._pool = pool
+        self.granularity = granularity
+        self.page_size = pool.geometry.page_size
+        shape = pool.geometry.table_shape(granularity)
+        self.table = np.zeros((*shape, 0), np.int32)
+        self.columns = np.zeros(shape, np.int32)
+        self.lengths = np.zeros(shape, np.int32)
+        self.count = 0
+        self.room = 0
+        self.shared = False
+
+    @property
+    def length(self) -> int:
+        """Rows of the longest head."""
+        return int(self.lengths.max())
+
+    @property
+    def num_full(self) -> int:
+        """Pages without room: those that a fork shares."""
+        return int((self.lengths // self.page_size).sum())
+
+    def held(self) -> np.ndarray:
+        """All page ids, int32 [count]."""
+        return self.table[self._mask(self.columns)]
+
+    def padded(self, fill: int) -> np.ndarray:
+        """The table, int32 [layers, heads, longest], with `fill` where a head has fewer pages."""
+        width = int(self.columns.max())
+        return np.where(self._mask(self.columns)[..., :width], self.table[..., :width], np.int32(fill))
+
+    def updates(self) -> np.ndarray:
+        """The whole table as int32 [n, 4] of (layer, head, column, page)."""
+        layer, head, column = np.nonzero(self._mask(self.columns))
+        return np.stack([layer, head, column, self.table[layer, head, column]], 1).astype(np.int32)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that appending `tokens` takes from the pool."""
+        if tokens <= self.room:
+            return 0
+        return int((-(-(self.lengths + tokens) // self.page_size) - self.columns).sum())
+
+    def append(self, tokens: int) -> np.ndarray | None:
+        """Makes room for `tokens` more rows in every head. Returns the table updates, or None if there are none.
+
+        Raises PoolExhaustedError, with nothing changed.
+        """
+        updates = None
+        if tokens > self.room:
+            need = -(-(self.lengths + tokens) // self.page_size) - self.columns
+            ids = self._pool.alloc(self.granularity, int(need.sum()))
+            updates = self._place(need, ids)
+        self.lengths += tokens
+        self.room = int((self.columns * self.page_size - self.lengths).min())
+        return updates
+
+    def compact(self, kept: np.ndarray, submit: Callable[[np.ndarray], None]) -> int:
+        """Moves the kept rows to fresh pages: allocates, calls `submit(new table)`, then frees the old pages.
+
+        The old pages may be reused at once: whatever is submitted later also runs later. Returns the pages that
+        this row gave up.
+        """
+        columns = -(-kept // self.page_size)
+        ids = self._pool.alloc(self.granularity, int(columns.sum()))
+        table = np.zeros((*columns.shape, int(columns.max())), np.int32)
+        table[np.arange(table.shape[-1]) < columns[..., None]] = ids
+        try:
+            submit(table)
+        except BaseException:
+            self._pool.free(self.granularity, ids)
+            raise
+        old, before = self.held(), self.count
+        self.table, self.columns, self.lengths = table, columns.astype(np.int32), kept.astype(np.int32)
+        self.count = len(ids)
+        self.room = int((self.columns * self.page_size - self.lengths).min())
+        self.shared = False
+        self._pool.free(self.granularity, old)
+        return before - self.count
+
+    def fork(self) -> tuple[RowPages, tuple[tuple[int, int], ...]]:
+        """A second owner of the same rows: full pages are shared, partial ones get (from, to) copies."""
+        partial = self.lengths % self.page_size > 0
+        full = self.lengths // self.page_size
+        source = self.table[partial, full[partial]] if partial.any() else np.zeros(0, np.int32)
+        fresh = self._pool.alloc(self.granularity, len(source))
+        shared = self.table[self._mask(full)]
+        self._pool.share(self.granularity, shared)
+        other = RowPages(self._pool, self.granularity)
+        other.columns, other.lengths = -(-self.lengths // self.page_size), self.lengths.copy()
+        other.table = np.where(other._mask(other.columns, self.table.shape[-1]), self.table, 0).astype(np.int32)
+        other.table[partial, full[partial]] = fresh
+        other.count = len(shared) + len(fresh)
+        other.room = int((other.columns * self.page_size - other.lengths).min())
+        self.shared = other.shared = True
+        return other, tuple(zip(source.tolist(), fresh.tolist(), strict=True))
+
+    def restore(self, lengths: np.ndarray) -> None:
+        """Takes fresh pages for rows that come back from the host. The row must be empty."""
+        columns = -(-lengths // self.page_size)
+        self._place(columns, self._pool.alloc(self.granularity, int(columns.sum())))
+        self.lengths = lengths.copy()
+        self.room = int((self.columns * self.page_size - self.lengths).min())
+
+    def release(self) -> None:
+        """Gives every page up. Idempotent."""
+        held = self.held()
+        self.columns[:] = 0
+        self.lengths[:] = 0
+        self.count = self.room = 0
+        self._pool.free(self.granularity, held)
+
+    def _mask(self, columns: np.ndarray, width: int | None = None) -> np.ndarray:
+        width = self.table.shape[-1] if width is None else width
+        return np.arange(width) < columns[..., None]
+
+    def _place(self, need: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Appends `need[layer, head]` pages to each head, `ids` in head order; returns the updates."""
+        flat = need.reshape(-1)
+        cell = np.repeat(np.arange(flat.size), flat)
+        offset = np.arange(len(ids)) - np.repeat(np.cumsum(flat) - flat, flat)
+        layer, head = np.divmod(cell, need.shape[1])
+        column = self.columns.reshape(-1)[cell] + offset
+        self.columns = (self.columns + need).astype(np.int32)
+        width, wanted = self.table.shape[-1], int(self.columns.max())
+        if wanted > width:
+            grown = np.zeros((*need.shape, max(wanted, 2 * width)), np.int32)
+            grown[..., :width] = self.table
+            self.table = grown
+        self.table[layer, head, column] = ids
+        self.count += len(ids)
+        return np.stack([layer, head, column, ids], 1).astype(np.int32)
+
+
+class Group:
+    """One request in the engine: what its choices share."""
+
+    def __init__(
+        self,
+        request: Request,
+        method: str,
+        facts: MethodFacts,
+        max_tokens: int,
+        eos_ids: frozenset[int],
+        seed: int,
+        on_event: Callable[[TokenEvent], None],
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.method = method
+        self.facts = facts
+        self.max_tokens = max_tokens
+        self.on_event = on_event
+        self.prompt = np.asarray(request.prompt_ids, np.int32)
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.min_final_chunk = max(1, facts.min_final_chunk())
+        # The choices part ways before their common last chunk, which each runs itself to sample with its own seed.
+        self.fork_at = max(0, len(self.prompt) - self.min_final_chunk) if params.n > 1 else 0
+        self.sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "has_bias": bool(params.logit_bias),
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
+        }
+        self.choices = [Sequence(self, i, (seed + i * _SEED_STEP) & _MASK64) for i in range(params.n)]
+        if self.fork_at:
+            for choice in self.choices[1:]:
+                choice.leader = self.choices[0]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def started(self) -> bool:
+        """Some choice was admitted at least once."""
+        return any(choice.admitted_s is not None for choice in self.choices)
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.state is State.FINISHED for choice in self.choices)
+
+    @property
+    def end_stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a choice, and that are masked before `min_tokens`."""
+        return tuple(sorted(self.eos_ids | self.stop_ids))
+
+
+class Sequence:
+    """One choice of a request: a token history and how far the device has got with it.
+
+    Attributes:
+      output: collected (emitted) tokens; only ever appended to.
+      computed: tokens of the history whose KV was submitted.
+      dispatched: output tokens whose sampling was submitted; those beyond `output` are in flight.
+      prefill_len: tokens that go through prompt chunks: the prompt, or prompt and output after a rebuild.
+      phase_due: maintenance phase that was reached but not yet carried out.
+      leader: the choice from which this one will fork, while it waits for that.
+      reserved_pages: most pages the row may hold within its prompt and decode window; held ones included.
+      window_end: the reservation covers decoding up to this many dispatched tokens.
+      compaction_pages: most fresh pages that one compaction of this row needs.
+      served_s: when the choice last got prefill work, or began to wait.
+    """
+
+    def __init__(self, group: Group, index: int, seed: int) -> None:
+        self.group = group
+        self.index = index
+        self.seed = seed
+        self.state = State.WAITING
+        self.output: list[int] = []
+        self.prefill_len = len(group.prompt)
+        self.computed = 0
+        self.dispatched = 0
+        self.phase_due: str | None = None
+        self.leader: Sequence | None = None
+        self.row = 0  # 0: none
+        self.pages: RowPages | None = None
+        self.swapped: SwappedRow | None = None
+        self.swapped_lengths: np.ndarray | None = None
+        self.reserved_pages = 0
+        self.window_end = 0
+        self.compaction_pages = 0
+        self.preemptions = 0
+        self.rebuilt = False
+        self.served_s = group.request.arrival_s
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.resident_tokens = 0  # as last known: kept for the stats when the pages are gone
+        self.read_tokens = 0
+
+    @property
+    def decode_left(self) -> int:
+        """Tokens that decode steps will still append: the last sampled one never is."""
+        end = len(self.group.prompt) + self.group.max_tokens - 1
+        return end - max(self.computed, self.prefill_len)
+
+    @property
+    def prefilled(self) -> bool:
+        """The final prompt chunk was submitted."""
+        return self.computed >= self.prefill_len
+
+    @property
+    def exhausted(self) -> bool:
+        """Every token the request may have is under way."""
+        return self.dispatched >= self.group.max_tokens
+
+    @property
+    def chunk_end(self) -> int:
+        """Where prefill must stop next: the fork point while other choices wait for it, else the end."""
+        forking = self.computed < self.group.fork_at and any(c.leader is self for c in self.group.choices)
+        return self.group.fork_at if forking else self.prefill_len
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """History tokens [start, stop), int32."""
+        prompt = self.group.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return np.concatenate([prompt, np.asarray(self.output, np.int32)])[start:stop]
+
+    def sampling_row(self) -> SamplingRow:
+        """Sampling of the next token to dispatch."""
+        position = self.dispatched
+        masked = position < self.group.request.params.min_tokens
+        return SamplingRow(seed=self.seed, position=position, mask_stops=masked, **self.group.sampling)
+
+    def chunk_tokens(self, limit: int) -> int:
+        """Tokens of the next chunk if at most `limit` fit: the final chunk is never shorter than the method's minimum.
+
+        0 if the method needs a longer chunk than `limit`.
+        """
+        left, minimum = self.prefill_len - self.computed, self.group.min_final_chunk
+        tokens = min(self.chunk_end - self.computed, limit)
+        if 0 < left - tokens < minimum:
+            tokens = min(tokens, left - minimum)
+        return max(0, tokens)
+
+    def stats(self, now: float) -> RequestStats:
+        arrival = self.group.request.arrival_s
+        admitted = now if self.admitted_s is None else self.admitted_s
+        first = now if self.first_token_s is None else self.first_token_s
+        return RequestStats(
+            prompt_tokens=len(self.group.prompt),
+            completion_tokens=len(self.output),
+            queue_s=admitted - arrival,
+            prefill_s=first - admitted,
+            decode_s=now - first,
+            ttft_s=first - arrival,
+            seen_tokens=self.computed,
+            resident_tokens=self.resident_tokens,
+            read_tokens=self.read_tokens,
+            preemptions=self.preemptions,
+            rebuilt=self.rebuilt,
+        )
