@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sparsejax import config, registry  # noqa: E402  (the path comes first)
+from sparsejax.metrics import EngineMetrics  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- generated: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -85,6 +86,16 @@ def options() -> str:
     return "\n\n".join(parts)
 
 
+def metrics() -> str:
+    """Every metric of the engine, as exposed."""
+    rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in EngineMetrics().all():
+        suffix = "_total" if metric.kind == "counter" and not metric.name.endswith("_total") else ""
+        label = f"`{metric.label}`" if metric.label else "-"
+        rows.append(f"| `sparsejax:{metric.name}{suffix}` | {metric.kind} | {label} | {cell(metric.help)} |")
+    return "\n".join(rows)
+
+
 def summary(path: pathlib.Path) -> str:
     """First sentence of a module's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -104,7 +115,7 @@ def layout() -> str:
     return "\n\n".join(parts)
 
 
-GENERATORS = {"methods": methods, "knobs": knobs, "options": options, "layout": layout}
+GENERATORS = {"methods": methods, "knobs": knobs, "options": options, "metrics": metrics, "layout": layout}
 
 
 def fill(text: str) -> str:

@@ -85,7 +85,7 @@ def devices() -> dict[str, str]:
         stats = device.memory_stats() or {}
         limit = stats.get("bytes_limit")
         report[str(device.id)] = device.device_kind + (f", {limit / 2**30:.1f} GiB for JAX" if limit else "")
-    report["compilation_cache"] = without_home(jax.config.jax_compilation_cache_dir or "none")
+    report["compilation_cache"] = without_home(getattr(jax.config, "jax_compilation_cache_dir", None) or "none")
     return report
 
 

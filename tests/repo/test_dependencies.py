@@ -15,6 +15,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "orbax": "orbax-checkpoint"}
 # Installed by a package that can't work without it, and used only together with it.
 COMPANIONS = {"jaxlib": "jax", "huggingface-hub": "transformers", "tokenizers": "transformers", "triton": "jax-triton"}
+# Imported by another dependency only when it needs them: transformers renders chat templates with jinja2.
+INDIRECT = {"jinja2"}
 
 
 def distribution(requirement: str) -> str:
@@ -75,6 +77,11 @@ def test_every_import_is_declared() -> None:
         name for name in imported_distributions() if COMPANIONS.get(name, name).replace("_", "-") not in declared
     }
     assert undeclared == set()
+
+
+def test_every_core_dependency_is_imported() -> None:
+    declared = {distribution(requirement) for requirement in PROJECT["dependencies"]}
+    assert declared - imported_distributions() - INDIRECT == set()
 
 
 def test_installed_versions_satisfy_the_bounds() -> None:
