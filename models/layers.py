@@ -1,7 +1,7 @@
 """Building blocks that architectures share: pure functions over arrays, exact under strict dtype and rank promotion.
 
-Norms, rotary tables and activations' inputs to them are computed in float32; matrix products run in the weights' dtype
-(true float32 where that is float32, on every platform), and only logits accumulate into a float32 result.
+Norms and rotary embeddings are computed in float32; matrix products run in the weights' dtype (true float32 where that
+is float32, on every platform), and only logits come out in float32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def logits(x: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
-    """[..., hidden] -> float32 [..., vocab]. `contract` is the weight's hidden axis: 0 for a head, 1 for an embedding."""
+    """[..., hidden] -> float32 [..., vocab].
+
+    `contract` is the weight's hidden axis: 0 for a head, 1 for an embedding (read as it lies, not transposed).
+    """
     dimensions = (((x.ndim - 1,), (contract,)), ((), ()))
     return jax.lax.dot_general(
         x, weight, dimensions, precision=_precision(x), preferred_element_type=jnp.dtype(jnp.float32)
@@ -42,7 +45,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """silu(x gate) * (x up), times down. x [..., hidden], gate_up [hidden, 2, intermediate], down [intermediate, hidden]."""
+    """silu(x gate) * (x up), times down.
+
+    x [..., hidden], gate_up [hidden, 2, intermediate], down [intermediate, hidden] -> [..., hidden].
+    """
     both = linear(x, gate_up)
     return linear(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down)
 

@@ -10,6 +10,8 @@ from sparsejax.models.spec import ModelSpec, Weights
 
 
 class Qwen2(Decoder):
+    """The shared decoder with projection biases."""
+
     def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return layers.project_qkv(x, layer_weights["qkv"], layer_weights["qkv_bias"])
 

@@ -10,6 +10,8 @@ from sparsejax.models.spec import ModelSpec, Weights
 
 
 class Qwen3(Decoder):
+    """The shared decoder with head norms."""
+
     def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = layers.project_qkv(x, layer_weights["qkv"])
         q = layers.rms_norm(q, layer_weights["q_norm"], spec.rms_norm_eps)

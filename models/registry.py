@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ _CLASS_NAMES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3
 
 
 def architecture_names() -> tuple[str, ...]:
+    """Registry names, for messages and tests."""
     return tuple(_ARCHITECTURES)
 
 
@@ -160,12 +162,10 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float |
         return float(scaling["attention_factor"])
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+        return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
     return None
 
 
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """YaRN's attention temperature for a context extension factor."""
-    import math
-
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -112,14 +112,7 @@ def load_model(
 
         folder = _path(source)
         generation = orbax_folder.read_record(folder).get("generation_defaults", {})
-        made = None
-        if tokenizer is None:
-            made = tokenizers.load_tokenizer(
-                orbax_folder.tokenizer_folder(folder),
-                offline=True,
-                chat_template=template,
-                generation_config=orbax_folder.tokenizer_generation_config(folder),
-            )
+        made = orbax_folder.load_orbax_tokenizer(folder, template) if tokenizer is None else None
         weights = orbax_folder.load_orbax_weights(folder, spec)
     else:
         from sparsejax.models.load import hf_folder
@@ -223,7 +216,7 @@ def _format_of(path: pathlib.Path, load_format: str) -> str:
     from sparsejax.models.load import hf_folder, orbax_folder
 
     if path.is_file():
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
         found = "gguf" if is_gguf else None
         shown = "a GGUF file" if is_gguf else "a file that is not GGUF"

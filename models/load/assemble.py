@@ -78,7 +78,7 @@ class Assembler:
         for key in path[:-1]:
             node = node[key]
         wanted: ArraySpec = node[path[-1]]
-        assert array.shape == wanted.shape and array.dtype == jnp.dtype(wanted.dtype), (path, array, wanted)
+        assert (array.shape, array.dtype) == (wanted.shape, jnp.dtype(wanted.dtype)), (path, array, wanted)
         node[path[-1]] = array
 
 

@@ -1,9 +1,9 @@
 """Chat messages to token ids, so that text inside a message never becomes a control token.
 
 Control tokens are the tokenizer's special tokens and those added tokens that are spelled as markup (<think>, [INST]).
-The template is rendered by transformers, as everywhere else; then the text is encoded in one piece, so the ids are those
-of `apply_chat_template`. Only where a string of the request contains the text of a control token (or has a piece of one
-at its edge, which could combine with its neighbour) is more done:
+The template is rendered by transformers, as everywhere else; then the text is encoded in one piece, so the ids are
+those of `apply_chat_template`. Only where a string of the request contains the text of a control token (or has a piece
+of one at its edge, which could combine with its neighbour) is more done:
 
 1. Markers of private-use characters, new for each process, are put into that text before rendering and break it up.
    What still reads as a control token after rendering was written by the template.
@@ -88,7 +88,7 @@ class ChatPrompt:
 
     @functools.cached_property
     def _separate_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that knows control tokens by their stand-ins, and its ids for them to the real ids."""
+        """A copy of the tokenizer that knows control tokens by stand-ins only, and its ids for those to real ids."""
         import tokenizers
 
         backend = self._hf.backend_tokenizer

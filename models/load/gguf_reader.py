@@ -37,7 +37,7 @@ class GgufTensor:
     data: np.ndarray
 
     def dequantize(self) -> np.ndarray:
-        """Float array of `shape`: float32, or the stored float type. Thread-safe; raises LoadError for unknown types."""
+        """Float array of `shape`, in float32 or the stored float type. Raises LoadError for types gguf can't decode."""
         import gguf
         import ml_dtypes
 
@@ -67,7 +67,7 @@ def read_gguf(path: str | pathlib.Path) -> GgufFile:
     """Maps and parses a GGUF file. Raises LoadError if it is damaged, truncated or of an unknown version."""
     path = pathlib.Path(path)
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise LoadError(f"{path} cannot be read: {error}") from None

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsejax.errors import LoadError
-from sparsejax.models.load.tokenizer import Tokenizer
+from sparsejax.models.load.tokenizer import Tokenizer, import_transformers
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # tokenizer.ggml.token_type
 
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Contractions, words, numbers, punctuation, line ends, white space; llama3 takes up to three digits at a time.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_SPLIT, _QWEN2_SPLIT = _SPLIT % "{1,3}", _SPLIT % ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ _BYTE_LEVEL = {
 
 def gguf_tokenizer(metadata: Mapping[str, Any], chat_template: str | None = None) -> Tokenizer:
     """The tokenizer that a file's metadata describe. Raises LoadError if it can't be rebuilt exactly."""
-    import transformers
+    transformers = import_transformers()
 
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -150,7 +152,7 @@ def _add_control_tokens(backend: Any, metadata: Mapping[str, Any]) -> None:
         raise LoadError("the GGUF file lists no token types, so its control tokens are unknown; set --tokenizer")
     tokens = metadata["tokenizer.ggml.tokens"]
     for index, kind in enumerate(kinds):
-        if kind == _CONTROL or kind == _UNKNOWN:
+        if kind in (_CONTROL, _UNKNOWN):
             backend.add_special_tokens([AddedToken(tokens[index], special=True, normalized=False)])
         elif kind == _USER_DEFINED:
             backend.add_tokens([AddedToken(tokens[index], special=False, normalized=False)])

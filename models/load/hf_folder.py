@@ -29,6 +29,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
+    """`read_json`, or {} if there is no such file."""
     return read_json(path) if path.is_file() else {}
 
 

@@ -19,12 +19,14 @@ from sparsejax.models.spec import ModelSpec, RopeSpec, Weights
 
 if TYPE_CHECKING:
     from sparsejax.models.load import LoadedModel
+    from sparsejax.models.load.tokenizer import Tokenizer
 
 SPEC, WEIGHTS, TOKENIZER = "sparsejax.json", "weights", "tokenizer"
 _FORMAT = 1
 
 
 def is_orbax_folder(folder: pathlib.Path) -> bool:
+    """True for a folder that `save_checkpoint` wrote."""
     return (folder / SPEC).is_file() and (folder / WEIGHTS).is_dir()
 
 
@@ -68,6 +70,7 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def orbax_spec(folder: pathlib.Path, dtype: str) -> ModelSpec:
+    """The saved ModelSpec, for another compute dtype if need be."""
     values = dict(read_record(folder)["spec"])
     try:
         rope = dict(values.pop("rope"))
@@ -97,9 +100,9 @@ def load_orbax_weights(folder: pathlib.Path, spec: ModelSpec) -> Weights:
         raise LoadError(f"the weights in {folder / WEIGHTS} do not match {SPEC}: {error}") from None
 
 
-def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
-    return folder / TOKENIZER
+def load_orbax_tokenizer(folder: pathlib.Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer saved beside the weights."""
+    from sparsejax.models.load.tokenizer import load_tokenizer
 
-
-def tokenizer_generation_config(folder: pathlib.Path) -> dict[str, Any]:
-    return read_optional_json(folder / TOKENIZER / "generation_config.json")
+    settings = read_optional_json(folder / TOKENIZER / "generation_config.json")
+    return load_tokenizer(folder / TOKENIZER, offline=True, chat_template=chat_template, generation_config=settings)

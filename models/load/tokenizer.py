@@ -9,24 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsejax.errors import LoadError
 from sparsejax.models.load.chat_prompt import ChatPrompt
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 class Tokenizer:
@@ -145,8 +134,7 @@ def load_tokenizer(
     generation_config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
     """A tokenizer from a folder with Hugging Face tokenizer files, or from a hub id."""
-    import transformers
-
+    transformers = import_transformers()
     try:
         hf = transformers.AutoTokenizer.from_pretrained(
             str(source), revision=revision or "main", local_files_only=offline, trust_remote_code=False
@@ -159,6 +147,14 @@ def load_tokenizer(
     if not getattr(hf, "is_fast", False):
         raise LoadError(f"{source} has only a slow tokenizer; sparsejax needs a fast one (tokenizer.json)")
     return Tokenizer(hf, eos_ids_of(generation_config or {}), chat_template)
+
+
+def import_transformers() -> Any:
+    """The transformers module, without its advice at import to install torch: only tokenizers are used."""
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
+    import transformers
+
+    return transformers
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
