@@ -207,6 +207,13 @@ class RequestStats:
     preemptions: int = 0
     rebuilt: bool = False
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decode speed: tokens after the first over the time they took; None where there is no second one."""
+        return (
+            (self.completion_tokens - 1) / self.decode_s if self.completion_tokens > 1 and self.decode_s > 0 else None
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:

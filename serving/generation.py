@@ -1,0 +1,144 @@
+"""One HTTP request's work in the engine: submit, deltas, cancel.
+
+The engine calls back on its own thread; events go through a deque and wake the event loop at most once per batch, so
+that a loop under load handles many tokens per wake-up. Order within a choice is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Sequence
+
+from sparsejax.detokenize import Choice, Delta, TextPiece
+from sparsejax.errors import RequestError
+from sparsejax.request import Request, TokenEvent
+from sparsejax.serving.state import Served
+
+# Events that may wait for a client that does not read; then the request is cancelled.
+MAX_PENDING_EVENTS = 10_000
+
+
+class Generation:
+    """Prompts of one HTTP request and their choices, numbered prompt by prompt.
+
+    Create and use it on the event loop. Whoever creates it must call `close` in the end: it cancels what still runs.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[Request],
+        *,
+        prompt_context: bool = False,
+        max_pending_events: int = MAX_PENDING_EVENTS,
+    ) -> None:
+        self.served = served
+        self.requests = tuple(requests)
+        self._max_pending_events = max_pending_events
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._wake_scheduled = False
+        self._events: collections.deque[TokenEvent] = collections.deque()
+        self._closed = False
+        self._refusal: Exception | None = None
+        self._choices: dict[tuple[str, int], Choice] = {}
+        self._open: set[tuple[str, int]] = set()
+        self._stopping: set[tuple[str, int]] = set()
+        for request in self.requests:
+            context = request.prompt_ids[-16:] if prompt_context else ()
+            for index in range(request.params.n):
+                key = request.request_id, index
+                self._choices[key] = Choice(served.tokenizer, request.params, len(self._choices), context)
+                self._open.add(key)
+
+    def submit(self) -> None:
+        """Hands everything to the engine, or nothing: a refusal of one prompt cancels the others and is raised."""
+        try:
+            for request in self.requests:
+                self.served.engine.submit(request, self._on_event)
+        except BaseException:
+            self.close()
+            raise
+
+    def _on_event(self, event: TokenEvent) -> None:
+        """Runs on the engine's thread."""
+        self._events.append(event)
+        full = len(self._events) > self._max_pending_events
+        if self._wake_scheduled and not full:
+            return
+        self._wake_scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._give_up if full else self._wake.set)
+        except RuntimeError:  # the loop is closed: the server is gone, nobody waits
+            self._events.clear()
+
+    def _give_up(self) -> None:
+        if not self._closed:
+            self._refusal = RequestError("the client reads too slowly", status=503, code="interrupted")
+            self.close()
+            self._wake.set()
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended."""
+        return not self._open
+
+    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+        """Waits for news and returns all there is; an empty list means the timeout passed.
+
+        The last deltas of a request that goes wrong carry the error; nothing comes after it.
+        """
+        while not self.finished:
+            try:
+                await asyncio.wait_for(self._wake.wait(), timeout_s)
+            except TimeoutError:
+                return []
+            deltas = self._drain()
+            if deltas:
+                return deltas
+        return []
+
+    def _drain(self) -> list[Delta]:
+        self._wake.clear()
+        self._wake_scheduled = False
+        if self._refusal is not None:
+            return [self._abort(self._refusal)]
+        deltas = []
+        while self._events:
+            event = self._events.popleft()
+            key = event.request_id, event.index
+            if key not in self._open:
+                continue
+            choice = self._choices[key]
+            delta = choice.feed(event)
+            if choice.stop_requested and key not in self._stopping and delta.finish_reason is None:
+                self._stopping.add(key)
+                self.served.engine.stop(event.request_id, event.index)
+            if delta.finish_reason in ("error", "cancelled"):
+                error = delta.error or RequestError("the server cancelled the request", status=503, code="cancelled")
+                deltas.append(self._abort(error, delta.index))
+                break
+            if delta.finish_reason is not None:
+                self._open.discard(key)
+            if delta.finish_reason is not None or delta.piece != TextPiece():
+                deltas.append(delta)
+        return deltas
+
+    def _abort(self, error: Exception, index: int = 0) -> Delta:
+        self.close()
+        self._open.clear()
+        return Delta(index, TextPiece(), "error", error=error)
+
+    def completion_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    def close(self) -> None:
+        """Cancels whatever still runs. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in {request_id for request_id, _ in self._open}:
+            self.served.engine.cancel(request_id)
+        self._events.clear()

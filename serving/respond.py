@@ -1,0 +1,226 @@
+"""From deltas to HTTP: one path for streams and whole answers.
+
+An endpoint gives an `Answer`, which knows how its deltas look; `respond` runs it. A whole answer is the same deltas
+collected, so the two can't disagree. The client's disconnect is watched from the first moment to the last, and cancels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sparsejax.detokenize import Delta
+from sparsejax.request import RequestStats
+from sparsejax.serving.errors import JSON, describe, error_response
+from sparsejax.serving.generation import Generation
+from sparsejax.serving.state import ServerState
+
+log = logging.getLogger("sparsejax.serving")
+
+KEEP_ALIVE_S = 15.0
+_KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """How one endpoint shows deltas."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first delta."""
+        ...
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """Chunks of one delta."""
+        ...
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks after the last delta."""
+        ...
+
+    def add(self, delta: Delta) -> None:
+        """Collects a delta; called for every delta, streamed or not, before `chunks`."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece, once all deltas were added."""
+        ...
+
+
+async def respond(
+    http: HTTPRequest,
+    state: ServerState,
+    generation: Generation,
+    answer: Answer,
+    *,
+    stream: bool,
+    headers: dict[str, str],
+    keep_alive_s: float = KEEP_ALIVE_S,
+) -> Response:
+    """Runs a generation. An error before the stream has begun keeps its HTTP status."""
+    watch = asyncio.ensure_future(_disconnected(http.receive))
+    started = False
+    state.active_requests += 1
+    try:
+        generation.submit()
+        deltas = await _next(generation, watch, keep_alive_s if stream else None)
+        if stream:
+            if deltas and (error := deltas[-1].error) is not None:
+                return error_response(error)
+            started = True
+            return EventStream(
+                _frames(generation, watch, answer, deltas, keep_alive_s),
+                headers,
+                lambda: _end(state, generation, watch),
+            )
+        while True:
+            for delta in deltas:
+                if delta.error is not None:
+                    return error_response(delta.error)
+                answer.add(delta)
+            if generation.finished or watch.done():
+                break
+            deltas = await _next(generation, watch, None)
+        if watch.done():
+            return Response(status_code=499)  # nobody reads this
+        return JSON(answer.whole(), headers=headers)
+    finally:
+        if not started:
+            _end(state, generation, watch)
+
+
+def _end(state: ServerState, generation: Generation, watch: asyncio.Future[None]) -> None:
+    state.active_requests -= 1
+    watch.cancel()
+    generation.close()
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. The body was read before, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(generation: Generation, watch: asyncio.Future[None], timeout_s: float | None) -> list[Delta]:
+    """The next deltas; empty when the timeout passed, all is over or the client left (then everything is cancelled)."""
+    news = asyncio.ensure_future(generation.next(timeout_s))
+    try:
+        await asyncio.wait((news, watch), return_when=asyncio.FIRST_COMPLETED)
+        if news.done() and not watch.done():
+            return news.result()
+        generation.close()
+        return []
+    finally:
+        news.cancel()
+
+
+async def _frames(
+    generation: Generation,
+    watch: asyncio.Future[None],
+    answer: Answer,
+    deltas: list[Delta],
+    keep_alive_s: float,
+) -> AsyncIterator[bytes]:
+    yield b"".join(map(_frame, answer.opening()))
+    while True:
+        out = b""
+        for delta in deltas:
+            if delta.error is not None:
+                yield out + _frame(describe(delta.error)[1])
+                return
+            answer.add(delta)
+            out += b"".join(map(_frame, answer.chunks(delta)))
+        if generation.finished:
+            yield out + b"".join(map(_frame, answer.closing())) + _DONE
+            return
+        if watch.done():
+            return
+        yield out or _KEEP_ALIVE
+        deltas = await _next(generation, watch, keep_alive_s)
+
+
+def _frame(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. `on_end` is called exactly once, whatever ends the stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], headers: dict[str, str], on_end: Callable[[], None]) -> None:
+        self.frames = frames
+        self.status_code = 200
+        self.background = None
+        self._on_end = on_end
+        # Proxies (nginx) would otherwise collect the events.
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for frame in self.frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            pass  # the client left while we were writing
+        finally:
+            self._on_end()
+
+
+class Totals:
+    """Usage and cost of an answer, from the last delta of each choice."""
+
+    def __init__(self, generation: Generation, num_choices_per_prompt: int) -> None:
+        self._generation = generation
+        self._n = num_choices_per_prompt
+        self._stats: dict[int, RequestStats] = {}
+        self._started_s = time.monotonic()
+
+    def add(self, delta: Delta) -> None:
+        if delta.stats is not None:
+            self._stats[delta.index] = delta.stats
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object. A prompt counts once however many choices it has."""
+        prompt = sum(len(request.prompt_ids) for request in self._generation.requests)
+        completion = self._generation.completion_tokens()
+        cached = sum(stats.cached_tokens for index, stats in self._stats.items() if index % self._n == 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+    def cost(self, method: str) -> dict[str, Any]:
+        """What all choices together cost."""
+        all_stats = tuple(self._stats.values())
+        return cost_block(method, *all_stats)
+
+
+def cost_block(method: str, *all_stats: RequestStats) -> dict[str, Any]:
+    """The `sparsejax` object of a response; of several choices the largest sizes and times, and the mean speed."""
+    if not all_stats:
+        return {"method": method}
+    speeds = [stats.tokens_per_s for stats in all_stats if stats.tokens_per_s]
+    return {
+        "method": method,
+        "queue_s": round(max(stats.queue_s for stats in all_stats), 6),
+        "prefill_s": round(max(stats.prefill_s for stats in all_stats), 6),
+        "ttft_s": round(min(stats.ttft_s for stats in all_stats), 6),
+        "decode_s": round(max(stats.decode_s for stats in all_stats), 6),
+        "tokens_per_s": round(sum(speeds) / len(speeds), 3) if speeds else None,
+        "seen_tokens": max(stats.seen_tokens for stats in all_stats),
+        "resident_tokens": max(stats.resident_tokens for stats in all_stats),
+        "read_tokens": max(stats.read_tokens for stats in all_stats),
+        "preemptions": sum(stats.preemptions for stats in all_stats),
+    }

@@ -1,0 +1,240 @@
+"""Command line, environment and YAML, all generated from the config dataclasses.
+
+A setting comes from its flag, else from SPARSEJAX_<FLAG>, else from the --config file, else from its default. Unknown
+names are errors that suggest the nearest known one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import sparsejax
+from sparsejax import config
+from sparsejax.errors import ConfigError
+
+ENV_PREFIX = "SPARSEJAX_"
+
+_GROUPS = {
+    "model": "model",
+    "sparsity": "sparse method",
+    "memory": "memory and batching",
+    "compilation": "compilation",
+    "server": "HTTP server",
+}
+
+Knobs = Mapping[str, Sequence[tuple[str, dataclasses.Field[Any]]]]
+"""Knobs of sparse methods by name: which members have each, with the field (see `sparsejax.registry.method_params`)."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, suggests the nearest flag and exits with 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n(--help lists all flags)\n")
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Like parse_args, with suggestions for unknown flags."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            what = "unknown flag" if flag.startswith("-") else "unexpected argument"
+            self.error(f"{what} {flag}{config.nearest(flag, known)}")
+        return args
+
+
+def add_settings(parser: argparse.ArgumentParser, *config_types: type, knobs: Knobs | None = None) -> None:
+    """Adds one flag per field (and alias) of the dataclasses, and one per method knob."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for config_type in config_types:
+        hints = config.field_types(config_type)
+        for field in dataclasses.fields(config_type):
+            title = _GROUPS[field.metadata["group"]]
+            group = groups.setdefault(title, parser.add_argument_group(title))
+            names = [config.flag_name(field.name), *(f"--{alias}" for alias in field.metadata["aliases"])]
+            _add_flag(group, field, hints[field.name], names)
+    if knobs:
+        group = parser.add_argument_group("knobs of sparse methods (--list-methods shows whose)")
+        for name, owners in sorted(knobs.items()):
+            flag = config.flag_name(name)
+            if flag not in parser._option_string_actions:
+                help_text = "; ".join(_knob_help(member, field) for member, field in owners)
+                options: dict[str, Any] = {"dest": f"knob:{name}", "default": argparse.SUPPRESS, "metavar": "X"}
+                group.add_argument(flag, help=help_text.replace("%", "%%"), **options)
+
+
+def _knob_help(member: str, field: dataclasses.Field[Any]) -> str:
+    unit = f" [{field.metadata['unit']}]" if field.metadata.get("unit") else ""
+    return f"{member}: {field.metadata.get('help', '')}{unit} (default: {field.default})"
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], annotation: Any, names: list[str]) -> None:
+    meta = field.metadata
+    unit = f" [{meta['unit']}]" if meta["unit"] else ""
+    default = "" if field.default in (None, (), "") else f" (default: {_shown(field.default)})"
+    options: dict[str, Any] = {
+        "dest": field.name,
+        "default": argparse.SUPPRESS,
+        "help": f"{meta['help']}{unit}{default}".replace("%", "%%"),
+    }
+    if annotation is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif isinstance(field.default, tuple):
+        options |= {"action": "append", "metavar": meta["metavar"] or "NAME=VALUE"}
+    elif meta["choices"]:
+        options["metavar"] = "{" + ",".join(meta["choices"]) + "}"
+    else:
+        options["metavar"] = meta["metavar"] or field.name.rpartition("_")[2].upper()
+    group.add_argument(*names, **options)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def resolve(
+    args: Mapping[str, Any],
+    *config_types: type,
+    knobs: Knobs | None = None,
+    environ: Mapping[str, str] | None = None,
+    yaml_path: str | None = None,
+) -> tuple[Any, ...]:
+    """One config per type from flags (`args`: field name -> raw value), environment and YAML.
+
+    Raises ConfigError naming the flag, variable or key at fault.
+    """
+    knobs = knobs or {}
+    environ = os.environ if environ is None else environ
+    hints = {name: hint for config_type in config_types for name, hint in config.field_types(config_type).items()}
+    fields = {field.name: field for config_type in config_types for field in dataclasses.fields(config_type)}
+    by_any_name = config.fields_by_name(*config_types)
+    values: dict[str, Any] = {}
+    params: dict[str, Any] = {}
+
+    def take(name: str, raw: Any, source: str) -> None:
+        value = config.parse_value(fields[name], hints[name], raw, source)
+        if name == "method_params":
+            params.update(value)
+        else:
+            values[name] = value
+
+    def knob_value(raw: Any) -> Any:
+        return config.parse_scalar(raw) if isinstance(raw, str) else raw
+
+    for key, raw in _read_yaml(yaml_path).items():
+        name = str(key).replace("-", "_")
+        if name in by_any_name:
+            take(by_any_name[name].name, raw, f"{key} in {yaml_path}")
+        elif name in knobs:
+            params[name] = knob_value(raw)
+        else:
+            known = [*by_any_name, *knobs]
+            raise ConfigError(f"unknown key {key} in {yaml_path}{config.nearest(name, known)}")
+    for name in (*by_any_name, *knobs):
+        variable = ENV_PREFIX + name.upper()
+        if variable not in environ:
+            continue
+        if name in by_any_name:
+            take(by_any_name[name].name, environ[variable], variable)
+        else:
+            params[name] = knob_value(environ[variable])
+    for name, raw in args.items():
+        if name in fields:
+            take(name, raw, config.flag_name(name))
+        elif name.startswith("knob:"):
+            params[name.removeprefix("knob:")] = knob_value(raw)
+    for name in params:
+        # "member.knob" goes to one member only.
+        if knobs and name.rpartition(".")[2] not in knobs:
+            raise ConfigError(f"unknown method parameter {name}{config.nearest(name, knobs)}")
+    if params:
+        values["method_params"] = tuple(params.items())
+    made = []
+    for config_type in config_types:
+        own = {field.name for field in dataclasses.fields(config_type)}
+        made.append(config_type(**{name: value for name, value in values.items() if name in own}))
+    return tuple(made)
+
+
+def _read_yaml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(pathlib.Path(path).read_text("utf-8"))
+    except OSError as e:
+        raise ConfigError(f"--config {path}: {e.strerror or e}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--config {path} is not valid YAML: {e}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} must hold a mapping of settings, got {type(loaded).__name__}")
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeCommand:
+    """What `python -m sparsejax.serve` was asked to do."""
+
+    engine: config.EngineConfig
+    server: config.ServerConfig
+    explain: bool = False
+    list_methods: bool = False
+
+
+def method_knobs() -> Knobs:
+    """Knobs of every method and storage, by name. Imports the methods, and so JAX."""
+    from sparsejax import registry
+
+    return registry.method_params()
+
+
+def parse_serve(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m sparsejax.serve",
+    knobs: Knobs | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServeCommand:
+    """Parses the server's command line. A wrong setting prints one line and exits with 2."""
+    knobs = method_knobs() if knobs is None else knobs
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [MODEL] [flags]",
+        description="Serve a model over an OpenAI-compatible HTTP API.",
+        epilog=f"Each flag is also {ENV_PREFIX}<FLAG> in the environment and a key of the --config file.",
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", default=None, help="the same as --model")
+    parser.add_argument("--config", metavar="FILE", default=None, help="YAML file with settings")
+    parser.add_argument("--explain", action="store_true", help="print memory, buckets and kernels, load nothing, exit")
+    parser.add_argument("--list-methods", action="store_true", help="print the sparse methods and their knobs, exit")
+    parser.add_argument("--version", action="version", version=f"sparsejax {sparsejax.__version__}")
+    add_settings(parser, config.EngineConfig, config.ServerConfig, knobs=knobs)
+    args = vars(parser.parse(argv))
+    positional = args.pop("positional_model")
+    if positional is not None and args.setdefault("model", positional) != positional:
+        parser.error(f"the model is given twice: {positional} and --model {args['model']}")
+    try:
+        engine, server = resolve(
+            args,
+            config.EngineConfig,
+            config.ServerConfig,
+            knobs=knobs,
+            environ=environ,
+            yaml_path=args["config"],
+        )
+    except ConfigError as e:
+        parser.error(str(e))
+    return ServeCommand(engine, server, args["explain"], args["list_methods"])

@@ -1,0 +1,373 @@
+"""The offline API: `LLM` loads a model and answers prompts in this process."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sparsejax.config import EngineConfig, Progress, engine_config
+from sparsejax.detokenize import Choice, Delta
+from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from sparsejax.plans import RunnerLimits
+from sparsejax.request import FinishReason, Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
+
+if TYPE_CHECKING:
+    from sparsejax.engine import Engine
+
+Messages = Sequence[Mapping[str, Any]]
+
+# Requests handed to the engine at a time, per row: enough to keep it busy, few enough that none waits for long.
+_REQUESTS_PER_ROW = 2
+
+
+class Built(Protocol):
+    """What `sparsejax.build.build_engine` returns.
+
+    Attributes:
+      engine: running.
+      tokenizer: see `sparsejax.models.load.tokenizer.Tokenizer`.
+      limits: what the runner can hold; `limits.methods` are the served methods, the default first.
+      model_name: short name, e.g. the folder's.
+      model_path: where the weights came from.
+      generation_defaults: sampling parameters the checkpoint recommends.
+      info: facts in groups, e.g. {"cache_config": {"page_size": 16, ...}, "attention_impl": {...}}.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    limits: RunnerLimits
+    model_name: str
+    model_path: str
+    generation_defaults: Mapping[str, Any]
+    info: Mapping[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One continuation of a prompt.
+
+    Attributes:
+      index: 0..n-1.
+      text: without the stop string or token that ended it.
+      token_ids: all generated ids, the one that ended the text included.
+      finish_reason: "stop" or "length".
+      stop_reason: the stop string or token id that ended the text; None for end-of-sequence or length.
+      logprobs: one per token, if asked for.
+      stats: what it cost: times in seconds; tokens seen, still resident and read per step.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    stats: RequestStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What `generate` and `chat` return for one prompt.
+
+    Attributes:
+      prompt: the text, or None if ids or messages were given.
+      prompt_ids: what the model saw.
+      outputs: `SamplingParams.n` continuations.
+    """
+
+    prompt: str | None
+    prompt_ids: tuple[int, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def text(self) -> str:
+        """Text of the first continuation."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the first continuation."""
+        return self.outputs[0].token_ids
+
+    @property
+    def stats(self) -> RequestStats:
+        """Cost of the first continuation."""
+        return self.outputs[0].stats
+
+
+class LLM:
+    """A model in this process.
+
+    Args:
+      model: local folder, GGUF file or Hugging Face id; None takes the small default model.
+      sparse_method: method or composition, as "a+b".
+      options: any setting of `sparsejax.config.EngineConfig` (max_model_len=8192, dtype="float32", ...) and any knob of
+        the sparse method, by name.
+
+    Raises:
+      ConfigError: a setting is unknown or wrong.
+
+    Example:
+      >>> with LLM() as llm:
+      ...     print(llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].text)
+    """
+
+    def __init__(self, model: str | None = None, sparse_method: str = "dense", **options: Any) -> None:
+        from sparsejax import registry
+        from sparsejax.build import build_engine
+
+        settings = engine_config({"model": model, "sparse_method": sparse_method, **options}, registry.method_params())
+        self._start(build_engine(settings, None))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Callable[[Progress], None] | None = None) -> LLM:
+        """An LLM from a whole configuration. `progress` is called while it loads and compiles."""
+        from sparsejax.build import build_engine
+
+        return cls.from_built(build_engine(config, progress))
+
+    @classmethod
+    def from_built(cls, built: Built) -> LLM:
+        """An LLM around an engine that runs already; `close` closes it."""
+        llm = cls.__new__(cls)
+        llm._start(built)
+        return llm
+
+    def _start(self, built: Built) -> None:
+        self.built = built
+        self.tokenizer = built.tokenizer
+        self.limits = built.limits
+        self._closed = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the engine and frees the device memory. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.built.engine.close()
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Sampling parameters as the checkpoint recommends them."""
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        recommended = {name: value for name, value in self.built.generation_defaults.items() if name in known}
+        return SamplingParams(**{**recommended, **changes})
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        sparse_method: str | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continues prompts, batched as the engine can.
+
+        Args:
+          prompts: one prompt or several; a prompt is a text or a list of token ids.
+          sampling_params: for all prompts, or one for each; None takes the checkpoint's recommendation.
+          sparse_method: one of the served methods; None takes the default.
+          progress: show a progress bar.
+
+        Returns:
+          One completion per prompt, in order.
+
+        Raises:
+          RequestError: a prompt or parameter is refused; nothing is left running.
+          EngineDeadError: the engine stopped.
+        """
+        given, texts = self._prompts(prompts)
+        return self._complete(given, texts, sampling_params, sparse_method, progress, context=True)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        sparse_method: str | None = None,
+        progress: bool = True,
+        add_generation_prompt: bool = True,
+        **template_variables: Any,
+    ) -> list[Completion]:
+        """Answers one conversation or several.
+
+        Args:
+          messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+          sampling_params, sparse_method, progress: as in `generate`.
+          add_generation_prompt: end the prompt with the opening of an assistant message.
+          template_variables: for the chat template, e.g. enable_thinking=False.
+
+        Returns:
+          One completion per conversation, in order.
+        """
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: list[Any] = list(messages) if many else [messages]
+        prompts = [self._render(one, add_generation_prompt, template_variables) for one in conversations]
+        texts: list[str | None] = [None] * len(prompts)
+        return self._complete(prompts, texts, sampling_params, sparse_method, progress, context=False)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        sparse_method: str | None = None,
+        **template_variables: Any,
+    ) -> Iterator[Delta]:
+        """Answers one conversation piece by piece; closing the iterator cancels the answer."""
+        prompt = self._render(messages, True, template_variables)
+        params = self.default_params() if sampling_params is None else sampling_params
+        requests = self._requests([prompt], [params], sparse_method)
+        for _, delta in self._run(requests, context=False):
+            yield delta
+
+    def _render(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> list[int]:
+        return self.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def _prompts(self, prompts: Any) -> tuple[list[Sequence[int]], list[str | None]]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return ids, [prompt if isinstance(prompt, str) else None for prompt in prompts]
+
+    def _complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        texts: Sequence[str | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sparse_method: str | None,
+        progress: bool,
+        context: bool,
+    ) -> list[Completion]:
+        if sampling_params is None:
+            sampling_params = self.default_params()
+        if isinstance(sampling_params, SamplingParams):
+            params = [sampling_params] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts", param="sampling_params")
+        requests = self._requests(prompts, params, sparse_method)
+        gathered = [[_Gathered() for _ in range(request.params.n)] for request in requests]
+        with _bar(len(requests), progress) as bar:
+            tokens = 0
+            for number, delta in self._run(requests, context):
+                gathered[number][delta.index].add(delta)
+                if delta.finish_reason is not None:
+                    tokens += delta.stats.completion_tokens if delta.stats else 0
+                    if all(choice.last is not None for choice in gathered[number]):
+                        bar.update(1)
+                        bar.set_postfix_str(f"{tokens} tokens, {tokens / max(bar.format_dict['elapsed'], 1e-9):.1f}/s")
+        return [
+            Completion(text, request.prompt_ids, tuple(choice.output(i) for i, choice in enumerate(choices)))
+            for text, request, choices in zip(texts, requests, gathered, strict=True)
+        ]
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sparse_method: str | None
+    ) -> list[Request]:
+        """Checked requests: a wrong one is refused before any of them runs."""
+        batch, window = uuid.uuid4().hex, self.limits.geometry.max_model_len
+        requests = []
+        for i, (ids, one) in enumerate(zip(prompts, params, strict=True)):
+            request = Request(f"llm-{batch}-{i}", tuple(ids), one, sparse_method)
+            request.validate(self.limits.vocab_size)
+            if len(request.prompt_ids) >= window:
+                raise ContextLengthError(
+                    f"prompt {i} has {len(request.prompt_ids)} tokens and leaves no room for an answer in the window "
+                    f"of {window} tokens",
+                    param="prompt",
+                )
+            if one.max_tokens is not None:  # more than the window holds means up to its end, as over HTTP
+                one = dataclasses.replace(one, max_tokens=min(one.max_tokens, window - len(request.prompt_ids)))
+            requests.append(dataclasses.replace(request, params=one))
+        return requests
+
+    def _run(self, requests: Sequence[Request], context: bool) -> Iterator[tuple[int, Delta]]:
+        """(request number, delta) as they come. Cancels what is left when closed or interrupted."""
+        engine = self.built.engine
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        waiting = collections.deque(enumerate(requests))
+        choices: dict[tuple[str, int], tuple[int, Choice]] = {}
+        stopping: set[tuple[str, int]] = set()
+        most = max(1, _REQUESTS_PER_ROW * self.limits.num_rows)
+        try:
+            while waiting or choices:
+                while waiting and (not choices or len(choices) + waiting[0][1].params.n <= most):
+                    number, request = waiting[0]
+                    keys = [(request.request_id, index) for index in range(request.params.n)]
+                    for key in keys:
+                        tail = request.prompt_ids[-16:] if context else ()
+                        choices[key] = number, Choice(self.tokenizer, request.params, key[1], tail)
+                    try:
+                        engine.submit(request, events.put)
+                    except QueueFullError:
+                        for key in keys:
+                            del choices[key]
+                        if not choices:
+                            raise
+                        break
+                    waiting.popleft()
+                event = events.get()
+                key = event.request_id, event.index
+                if key not in choices:
+                    continue
+                number, choice = choices[key]
+                delta = choice.feed(event)
+                if choice.stop_requested and key not in stopping and delta.finish_reason is None:
+                    stopping.add(key)
+                    engine.stop(*key)
+                if delta.finish_reason is not None:
+                    del choices[key]
+                if delta.finish_reason == "error":
+                    raise delta.error or EngineDeadError("the engine gave no reason")
+                if delta.finish_reason == "cancelled":
+                    raise RequestError("the request was cancelled", status=503, code="cancelled")
+                yield number, delta
+        finally:
+            for request_id in {request_id for request_id, _ in choices}:
+                engine.cancel(request_id)
+
+
+class _Gathered:
+    """Deltas of one choice."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.piece.text)
+        self.token_ids += delta.piece.token_ids
+        self.logprobs += delta.piece.logprobs
+        if delta.finish_reason is not None:
+            self.last = delta
+
+    def output(self, index: int) -> Output:
+        assert self.last is not None
+        assert self.last.finish_reason is not None
+        return Output(
+            index=index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.last.finish_reason,
+            stop_reason=self.last.stop_reason,
+            logprobs=tuple(self.logprobs) or None,
+            stats=self.last.stats or RequestStats(),
+        )
+
+
+def _bar(total: int, enabled: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="prompts", unit="prompt", disable=not enabled, dynamic_ncols=True)
