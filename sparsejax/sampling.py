@@ -16,7 +16,7 @@ from sparsejax.state import IN_PROMPT
 NUM_LOGPROBS = 20
 
 # Columns of the packed sampling inputs.
-INT_COLUMNS = ("mode", "top_k", "seed_low", "seed_high", "position", "logprobs", "mask_stops")
+INT_COLUMNS = ("mode", "top_k", "seed_low", "seed_high", "position", "logprobs", "mask_stops", "has_bias")
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 GREEDY, SAMPLE, GENERAL = 0, 1, 2
 
@@ -35,6 +35,7 @@ class SamplingInputs(NamedTuple):
     position: jax.Array
     logprobs: jax.Array
     mask_stops: jax.Array
+    has_bias: jax.Array
     temperature: jax.Array
     top_p: jax.Array
     min_p: jax.Array
@@ -66,7 +67,8 @@ def adjust(logits: jax.Array, inputs: SamplingInputs, row: RowBias) -> jax.Array
     logits -= inputs.frequency_penalty[:, None] * generated.astype(jnp.float32)
     logits -= inputs.presence_penalty[:, None] * (generated > 0).astype(jnp.float32)
     batch = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    logits = logits.at[batch, row.bias_ids].add(row.bias_values)
+    bias = jnp.where(inputs.has_bias[:, None] != 0, row.bias_values, 0.0)
+    logits = logits.at[batch, row.bias_ids].add(bias)
     masked = (inputs.mask_stops[:, None] != 0) & (row.stop_ids >= 0)
     floor = jnp.where(masked, -jnp.inf, jnp.inf)
     return logits.at[batch, jnp.maximum(row.stop_ids, 0)].min(floor)

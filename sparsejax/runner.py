@@ -1,0 +1,404 @@
+"""Executes plans on the device: packs them into padded arrays, calls compiled programs, hands out tickets.
+
+The runner owns the device state and nothing else. Every program is compiled ahead of time for its bucket and kept by
+key, so "no compilation after start-up" is a property one can count, not a hope.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax import steps
+from sparsejax.geometry import Geometry
+from sparsejax.method import Method
+from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.plans import (
+    DecodeRow,
+    ForkRow,
+    MaintainRow,
+    PrefillRow,
+    RunnerLimits,
+    SamplingRow,
+    StepResult,
+    SwappedRow,
+)
+from sparsejax.sampling import FLOAT_COLUMNS, GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE
+from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
+from sparsejax.storage import Storage
+
+log = logging.getLogger("sparsejax.runner")
+
+EXPORT_COLUMNS = 8
+"""Sequence pages moved by one export or import program."""
+
+
+class LateCompileError(RuntimeError):
+    """A program was compiled while serving although `fail_on_retrace` forbids it."""
+
+
+class StepTicket:
+    """A step under way (see `plans.Ticket`)."""
+
+    def __init__(self, outputs: steps.StepOutputs, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]):
+        self._packed = outputs.packed
+        self._num_rows = num_rows
+        self._wants_logprobs = wants_logprobs
+        self._collect = collect
+        self.logits = outputs.logits
+        self._packed.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return self._packed.is_ready()
+
+    def result(self) -> StepResult:
+        packed = np.asarray(self._packed)[: self._num_rows]
+        self._collect()
+        tokens, ok = packed[:, 0], packed[:, 1].astype(bool)
+        if not self._wants_logprobs:
+            return StepResult(tokens, ok)
+        ids, top = packed[:, 3 : 3 + NUM_LOGPROBS], packed[:, 3 + NUM_LOGPROBS :]
+        return StepResult(
+            tokens,
+            ok,
+            np.ascontiguousarray(packed[:, 2]).view(np.float32),
+            np.ascontiguousarray(ids),
+            np.ascontiguousarray(top).view(np.float32),
+        )
+
+
+class _Exported:
+    """A swapped row: device arrays at first, host arrays once their copies have arrived."""
+
+    def __init__(self, row_state: steps.RowState, blocks: list[steps.ExportedPages], num_head_pages: int):
+        self.arrays: Any = (row_state, blocks)
+        self.num_head_pages = num_head_pages
+        for array in jax.tree.leaves(self.arrays):
+            array.copy_to_host_async()
+
+    def settle(self) -> bool:
+        """Lets go of the device buffers if that needs no waiting."""
+        leaves = jax.tree.leaves(self.arrays)
+        if not all(leaf.is_ready() for leaf in leaves):
+            return False
+        self.arrays = jax.tree.map(np.asarray, self.arrays)
+        return True
+
+
+class DeviceRunner:
+    """Implements `plans.Runner` for one model, one storage and the methods that share it.
+
+    Args:
+      spec, weights: the model.
+      geometry: attention shape, page size, window.
+      methods: served methods by the name that requests use; the first is the default.
+      storage: how rows are stored.
+      num_rows: resident rows.
+      num_sequence_pages: pool size, null page included.
+      decode_buckets: decode batch sizes, ascending.
+      prefill_buckets: (rows, chunk tokens).
+      eos_ids: ids that end a text.
+      implementation: kernel implementation or None.
+      fail_on_retrace: raise when a program is compiled after `seal`.
+      on_compile: called with (program name, seconds) for every compilation.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        geometry: Geometry,
+        methods: dict[str, Method],
+        storage: Storage,
+        *,
+        num_rows: int,
+        num_sequence_pages: int,
+        decode_buckets: tuple[int, ...],
+        prefill_buckets: tuple[tuple[int, int], ...],
+        eos_ids: tuple[int, ...] = (),
+        implementation: str | None = None,
+        fail_on_retrace: bool = False,
+        on_compile: Callable[[str, float], None] | None = None,
+        return_logits: bool = False,
+    ) -> None:
+        self._limits = RunnerLimits(
+            geometry=geometry,
+            vocab_size=spec.vocab_size,
+            num_rows=num_rows,
+            num_sequence_pages=num_sequence_pages,
+            decode_buckets=decode_buckets,
+            prefill_buckets=prefill_buckets,
+            eos_ids=eos_ids,
+            methods=dict(methods),
+        )
+        self.weights = weights
+        self._methods = methods
+        self._statics = {
+            name: steps.Statics(spec, geometry, method, storage, implementation, return_logits)
+            for name, method in methods.items()
+        }
+        size = StateSize(num_rows, num_sequence_pages, spec.vocab_size)
+        self.state: KVState = empty_state(geometry, size, tuple(methods.values()), storage)
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._pending_exports: list[_Exported] = []
+        self._fail_on_retrace = fail_on_retrace
+        self._sealed = False
+        self._on_compile = on_compile or (lambda name, seconds: None)
+        self.num_late_compiles = 0
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self._limits
+
+    # Programs
+
+    def _program(self, name: str, key: Hashable, jitted: Any, args: tuple, static: dict[str, Any]) -> Callable[..., Any]:
+        program = self._programs.get(key)
+        if program is not None:
+            return program
+        if self._sealed:
+            self.num_late_compiles += 1
+            if self._fail_on_retrace:
+                raise LateCompileError(f"{name} {key} was compiled after start-up")
+            log.warning("compiling %s after start-up", name)
+        start = time.perf_counter()
+        program = jitted.lower(*args, **static).compile()
+        self._programs[key] = program
+        self._on_compile(name, time.perf_counter() - start)
+        return program
+
+    def seal(self) -> None:
+        """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
+        self._sealed = True
+
+    def programs(self) -> Iterable[tuple[str, Callable[[], None]]]:
+        """(name, compile it) for every program that serving needs, most needed first."""
+        for name, method in self._methods.items():
+            for bucket in self._limits.decode_buckets:
+                yield f"decode[{name} rows={bucket}]", functools.partial(self._decode_program, name, bucket)
+            for bucket in self._limits.prefill_buckets:
+                label = f"prefill[{name} rows={bucket[0]} tokens={bucket[1]}]"
+                yield label, functools.partial(self._prefill_program, name, bucket)
+            if method.evicts:
+                for phase, kept in sorted(self._compactions(method)):
+                    label = f"maintain[{name} {phase} keep={kept}]"
+                    yield label, functools.partial(self._maintain_program, name, phase, kept)
+
+    def _compactions(self, method: Method) -> set[tuple[str, int]]:
+        """Every (phase, kept) that can occur."""
+        lengths = np.arange(1, self._limits.geometry.max_model_len + 1, dtype=np.int32)
+        found = set()
+        for phase in ("chunk", "prompt", "token"):
+            kept = method.kept_after(phase, lengths)
+            found |= {(phase, int(count)) for count in np.unique(kept[kept != lengths])}
+        return found
+
+    def _decode_program(self, name: str, bucket: int, inputs: steps.DecodeInputs | None = None) -> Callable[..., Any]:
+        statics = self._statics[name]
+        inputs = inputs or self._decode_inputs(name, [], bucket)
+        key = ("decode", name, bucket)
+        args = (statics, self.weights, self.state, inputs)
+        return self._program("decode", key, steps.decode_step, args, {})
+
+    def _prefill_program(
+        self, name: str, bucket: tuple[int, int], inputs: steps.PrefillInputs | None = None
+    ) -> Callable[..., Any]:
+        inputs = inputs or self._prefill_inputs(name, [], bucket)
+        args = (self._statics[name], self.weights, self.state, inputs)
+        return self._program("prefill", ("prefill", name, bucket), steps.prefill_chunk, args, {})
+
+    def _maintain_program(self, name: str, phase: str, kept: int) -> Callable[..., Any]:
+        shape = self._limits.geometry.table_shape(self._methods[name].granularity)
+        pages = np.zeros((*shape, self._limits.geometry.pages(kept)), np.int32)
+        inputs = steps.MaintainInputs(np.int32(0), pages, np.int32(0))  # type: ignore[arg-type]
+        args = (self._statics[name], self.state, inputs)
+        static = {"phase": phase, "kept": kept}
+        return self._program("maintain", ("maintain", name, phase, kept), steps.maintain_step, args, static)
+
+    # Packing
+
+    def _sampling(self, rows: list[SamplingRow], size: int) -> tuple[np.ndarray, np.ndarray]:
+        ints = np.zeros((size, len(INT_COLUMNS)), np.int32)
+        floats = np.zeros((size, len(FLOAT_COLUMNS)), np.float32)
+        ints[:, INT_COLUMNS.index("logprobs")] = -1
+        floats[:, FLOAT_COLUMNS.index("top_p")] = 1.0
+        floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1.0
+        for i, row in enumerate(rows):
+            general = row.has_bias or row.mask_stops or row.presence_penalty or row.frequency_penalty
+            general = general or row.repetition_penalty != 1.0
+            mode = GENERAL if general else SAMPLE if row.temperature > 0 else GREEDY
+            seed = row.seed % 2**64
+            low, high = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+            ints[i] = (mode, row.top_k, low, high, row.position, row.logprobs, row.mask_stops, row.has_bias)
+            floats[i] = (
+                row.temperature,
+                row.top_p,
+                row.min_p,
+                row.presence_penalty,
+                row.frequency_penalty,
+                row.repetition_penalty,
+            )
+        return ints, floats
+
+    def _updates(self, rows: Iterable[tuple[int, np.ndarray | None]], width: int) -> np.ndarray:
+        """int32 [width, 5] of (layer, head, row, column, page); padding sets the null row's entry to the null page."""
+        packed = np.zeros((width, 5), np.int32)
+        used = 0
+        for row, updates in rows:
+            if updates is None or not len(updates):
+                continue
+            end = used + len(updates)
+            if end > width:
+                raise ValueError(f"{end} page table updates do not fit a program made for {width}")
+            packed[used:end, [0, 1, 3, 4]] = updates
+            packed[used:end, 2] = row
+            used = end
+        return packed
+
+    def _tables_per_row(self, name: str) -> int:
+        layers, heads = self._limits.geometry.table_shape(self._methods[name].granularity)
+        return layers * heads
+
+    def _decode_inputs(self, name: str, rows: list[DecodeRow], bucket: int) -> steps.DecodeInputs:
+        table = np.zeros((bucket, 2), np.int32)
+        table[:, 1] = -1
+        for i, row in enumerate(rows):
+            table[i] = row.row, -1 if row.token is None else row.token
+        ints, floats = self._sampling([row.sampling for row in rows], bucket)
+        updates = self._updates(((r.row, r.table_updates) for r in rows), bucket * self._tables_per_row(name))
+        return steps.DecodeInputs(table, ints, floats, updates)  # type: ignore[arg-type]
+
+    def _prefill_inputs(self, name: str, rows: list[PrefillRow], bucket: tuple[int, int]) -> steps.PrefillInputs:
+        size, chunk = bucket
+        tokens = np.zeros((size, chunk), np.int32)
+        table = np.zeros((size, 4), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row.tokens)] = row.tokens
+            table[i] = row.row, len(row.tokens), row.first, row.sample
+        ints, floats = self._sampling([row.sampling for row in rows], size)
+        width = size * (self._limits.geometry.pages(chunk) + 1) * self._tables_per_row(name)
+        updates = self._updates(((r.row, r.table_updates) for r in rows), width)
+        return steps.PrefillInputs(tokens, table, ints, floats, updates)  # type: ignore[arg-type]
+
+    def _head_pages(self, name: str, pages: np.ndarray) -> np.ndarray:
+        """int32 [n * head-pages per page] of page ids [n] of the method's granularity."""
+        span = self._limits.geometry.head_pages_per_page(self._methods[name].granularity)
+        return (pages.astype(np.int32)[:, None] * span + np.arange(span, dtype=np.int32)).reshape(-1)
+
+    # Plans
+
+    def setup_row(self, row: int, logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> None:
+        ids, values = np.zeros(MAX_BIAS, np.int32), np.zeros(MAX_BIAS, np.float32)
+        for i, (token, value) in enumerate(logit_bias):
+            ids[i], values[i] = token, value
+        stops = np.full(MAX_STOP_IDS, -1, np.int32)
+        stops[: len(stop_ids)] = stop_ids
+        args = (self.state, np.int32(row), ids, values, stops)
+        self.state = self._program("setup_row", "setup_row", steps.setup_row, args, {})(*args)
+
+    def decode(self, method: str, rows: list[DecodeRow]) -> StepTicket:
+        bucket = next(size for size in self._limits.decode_buckets if size >= len(rows))
+        inputs = self._decode_inputs(method, rows, bucket)
+        program = self._decode_program(method, bucket, inputs)
+        self.state, outputs = program(self.weights, self.state, inputs)
+        return self._ticket(outputs, [row.sampling for row in rows])
+
+    def prefill(self, method: str, rows: list[PrefillRow]) -> StepTicket:
+        longest = max(len(row.tokens) for row in rows)
+        fitting = [b for b in self._limits.prefill_buckets if b[0] >= len(rows) and b[1] >= longest]
+        bucket = min(fitting, key=lambda b: (b[0] * b[1], b))
+        inputs = self._prefill_inputs(method, rows, bucket)
+        program = self._prefill_program(method, bucket, inputs)
+        self.state, outputs = program(self.weights, self.state, inputs)
+        return self._ticket(outputs, [row.sampling for row in rows])
+
+    def _ticket(self, outputs: steps.StepOutputs, sampling: list[SamplingRow]) -> StepTicket:
+        wants_logprobs = any(row.logprobs >= 0 for row in sampling)
+        return StepTicket(outputs, len(sampling), wants_logprobs, self._settle_exports)
+
+    def maintain(self, method: str, plan: MaintainRow) -> None:
+        kept = int(plan.kept.max())
+        if (plan.kept != kept).any():
+            raise ValueError("maintain: kept rows must be the same for all layers and heads")
+        inputs = steps.MaintainInputs(
+            np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.turn_tokens)
+        )  # type: ignore[arg-type]
+        self.state = self._maintain_program(method, plan.phase, kept)(self.state, inputs)
+
+    def fork(self, method: str, plan: ForkRow) -> None:
+        if plan.copies:
+            source, target = np.asarray(plan.copies, np.int32).T
+            self._copy(self._head_pages(method, source), self._head_pages(method, target))
+        granularity = self._methods[method].granularity.value
+        updates = self._updates([(plan.target, plan.table_updates)], _power_of_two(len(plan.table_updates), 64))
+        args = (self.state, np.int32(plan.source), np.int32(plan.target), updates)
+        key = ("fork_row", granularity, len(updates))
+        static = {"granularity": granularity}
+        self.state = self._program("fork_row", key, steps.fork_row, args, static)(*args)
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        block = self._limits.geometry.head_pages_per_sequence_page
+        for start in range(0, len(source), block):
+            part = slice(start, start + block)
+            args = (self.state, _padded(source[part], block), _padded(target[part], block))
+            self.state = self._program("copy_pages", "copy_pages", steps.copy_pages, args, {})(*args)
+
+    def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
+        granularity = self._methods[method].granularity
+        head_pages = self._head_pages(method, pages[pages >= 0])
+        static = {"granularity": granularity.value}
+        args = (self.state, np.int32(row))
+        key = ("export_row_state", granularity)
+        row_state = self._program("export_row_state", key, steps.export_row_state, args, static)(*args)
+        blocks = []
+        for ids in self._blocks(head_pages):
+            block_args = (self.state, ids)
+            blocks.append(self._program("export_rows", "export_rows", steps.export_rows, block_args, {})(*block_args))
+        exported = _Exported(row_state, blocks, len(head_pages))
+        self._pending_exports.append(exported)
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported.arrays))
+        return SwappedRow(exported, nbytes)
+
+    def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
+        exported: _Exported = swapped.payload
+        granularity = self._methods[method].granularity
+        geometry = self._limits.geometry
+        head_pages = self._head_pages(method, pages[pages >= 0])
+        if len(head_pages) != exported.num_head_pages:
+            raise ValueError(f"row of {exported.num_head_pages} head-pages can't be restored into {len(head_pages)}")
+        row_state, blocks = exported.arrays
+        for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
+            args = (self.state, ids, block)
+            self.state = self._program("import_rows", "import_rows", steps.import_rows, args, {})(*args)
+        table = np.zeros((*geometry.table_shape(granularity), geometry.max_pages), np.int32)
+        table[:, :, : pages.shape[2]] = np.maximum(pages, 0)
+        args = (self.state, np.int32(row), row_state, table)
+        key = ("import_row_state", granularity)
+        static = {"granularity": granularity.value}
+        self.state = self._program("import_row_state", key, steps.import_row_state, args, static)(*args)
+
+    def _blocks(self, head_pages: np.ndarray) -> Iterable[np.ndarray]:
+        size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
+        for start in range(0, len(head_pages), size):
+            yield _padded(head_pages[start : start + size], size)
+
+    def _settle_exports(self) -> None:
+        self._pending_exports = [exported for exported in self._pending_exports if not exported.settle()]
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros(size, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def _power_of_two(n: int, least: int) -> int:
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
