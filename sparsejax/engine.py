@@ -281,7 +281,7 @@ class Engine:
             steps=scheduler.step_number,
             preemptions=scheduler.num_preemptions,
             evicted_pages=scheduler.num_evicted_pages,
-            swapped_bytes=scheduler.swapped_bytes,
+            swapped_bytes=scheduler.swap.used_bytes,
             busy=busy,
         )
         metrics.num_requests_running.set(snapshot.running)
@@ -302,7 +302,7 @@ class Engine:
             s = self._snapshot
             rate = (tokens - self._status_tokens) / elapsed
             log.info(
-                "%d running, %d waiting, %d swapped; %.1f tokens/s; cache %.1f %% used; %d preemptions, %d pages evicted",
+                "%d running, %d waiting, %d swapped; %.1f tokens/s; cache %.1f%% used; %d preempted, %d pages evicted",
                 *(s.running, s.waiting, s.swapped, rate, 100 * s.kv_usage, s.preemptions, s.evicted_pages),
             )
         self._last_status_s, self._status_tokens = now, tokens

@@ -17,7 +17,7 @@ import numpy as np
 from sparsejax.cache.pages import IntegrityError, PagePool
 from sparsejax.geometry import Granularity
 from sparsejax.plans import MethodFacts, RunnerLimits
-from sparsejax.rows import RowPages, Sequence
+from sparsejax.rows import RowPages, Sequence, ceil_div
 
 _PHASES = ("chunk", "prompt", "token")
 
@@ -51,7 +51,7 @@ class Memory:
         """Most fresh pages of one compaction of a row that never holds more than `peak` rows."""
         lengths = np.full(self.geometry.table_shape(facts.granularity), peak, np.int32)
         kept = (self.kept(facts, phase, lengths) for phase in _PHASES)
-        return max((int(self.geometry.pages(k).sum()) for k in kept if k is not None), default=0)
+        return max((int(ceil_div(k, self.geometry.page_size).sum()) for k in kept if k is not None), default=0)
 
     def _needs(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> int:
         """Most pages the row holds, from `lengths` on, until `window` more tokens are decoded."""
@@ -85,27 +85,29 @@ class Memory:
 
     # Promises.
 
-    def fits(self, seq: Sequence, promise: int) -> bool:
-        """True if the pool can keep every promise when `seq` may take `promise` more pages."""
-        granularity = seq.group.facts.granularity
-        needs, compaction = dict.fromkeys(Granularity, 0), dict.fromkeys(Granularity, 0)
-        needs[granularity] = promise
-        compaction[granularity] = seq.compaction_pages
+    def _promised(self, seq: Sequence) -> tuple[dict[Granularity, int], dict[Granularity, int]]:
+        """Pages promised to the other rows, and the largest compaction of all; by granularity."""
+        promises, compaction = dict.fromkeys(Granularity, 0), dict.fromkeys(Granularity, 0)
+        compaction[seq.group.facts.granularity] = seq.compaction_pages
         for other in self.holders.values():
             if other is not seq and other.pages is not None:
                 granularity = other.pages.granularity
-                needs[granularity] += max(0, other.reserved_pages - other.pages.count)
+                promises[granularity] += max(0, other.reserved_pages - other.pages.count)
                 compaction[granularity] = max(compaction[granularity], other.compaction_pages)
-        return self.pool.fits({g: needs[g] + compaction[g] for g in Granularity})
+        return promises, compaction
 
     def reserve(self, seq: Sequence, window: int, least: int) -> bool:
         """Reserves the largest window of at most `window` and at least `least` tokens that fits, halving it."""
+        granularity = seq.group.facts.granularity
         held = seq.pages.count if seq.pages else 0
         lengths = seq.pages.lengths if seq.pages else seq.swapped_lengths
+        promises, compaction = self._promised(seq)
         window = min(window, seq.decode_left)
         while True:
             needs = self._needs(seq, window, lengths)
-            if self.fits(seq, needs - held):
+            wanted = {g: promises[g] + compaction[g] for g in Granularity}
+            wanted[granularity] += needs - held
+            if self.pool.fits(wanted):
                 seq.reserved_pages = needs
                 seq.window_end = seq.dispatched + window
                 return True
@@ -113,13 +115,20 @@ class Memory:
                 return False
             window = max(least, window // 2)
 
+    def tighten(self) -> None:
+        """Cuts every decoding row's window down to its next step."""
+        for seq in self.holders.values():
+            if seq.prefilled and seq.pages is not None:
+                seq.window_end = min(seq.window_end, seq.dispatched + 1)
+                self.shrink(seq)
+
     def must_renew(self, seq: Sequence) -> bool:
         """True if the next decode step is not covered by the reservation."""
         assert seq.pages is not None
         return seq.dispatched >= seq.window_end or seq.pages.count + seq.pages.pages_for(1) > seq.reserved_pages
 
     def shrink(self, seq: Sequence) -> None:
-        """After a compaction: gives back what the rest of the window no longer needs."""
+        """Gives back what the rest of the window does not need (any more)."""
         assert seq.pages is not None
         window = min(max(0, seq.window_end - seq.dispatched), seq.decode_left)
         seq.reserved_pages = min(seq.reserved_pages, self._needs(seq, window, seq.pages.lengths))
@@ -157,7 +166,9 @@ class Memory:
         target.compaction_pages = source.compaction_pages
         window = min(window, target.decode_left)
         needs = self._needs(target, window, source.pages.lengths) + target.compaction_pages
-        if not self.fits(target, needs - source.pages.num_full):
+        promises, compaction = self._promised(target)
+        promises[source.group.facts.granularity] += needs - source.pages.num_full
+        if not self.pool.fits({g: promises[g] + compaction[g] for g in Granularity}):
             source.reserved_pages -= lost
             target.computed = target.compaction_pages = 0
             return None
@@ -190,5 +201,30 @@ class Memory:
         tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]
         self.pool.check_integrity((pages.granularity, pages.held()) for pages in tables)
         for pages in tables:
-            if (self.geometry.pages(pages.lengths) != pages.columns).any() or pages.count != pages.columns.sum():
+            if (pages.columns_of(pages.lengths) != pages.columns).any() or pages.count != pages.columns.sum():
                 raise IntegrityError("a row holds more or fewer pages than its length needs")
+
+
+class SwapSpace:
+    """The host memory that swapped-out rows may take. Counts bytes; the scheduler owns the payloads."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._page_bytes: dict[str, float] = {}  # by method, as last seen
+
+    def has_room(self, method: str, pages: int) -> bool:
+        """True if a row of so many pages is expected to fit."""
+        return self.used_bytes + pages * self._page_bytes.get(method, 0.0) < self.capacity_bytes
+
+    def put(self, method: str, pages: int, nbytes: int) -> bool:
+        """Takes the bytes of a row, or returns False if they don't fit."""
+        self._page_bytes[method] = nbytes / max(1, pages)
+        if self.used_bytes + nbytes > self.capacity_bytes:
+            return False
+        self.used_bytes += nbytes
+        return True
+
+    def take(self, nbytes: int) -> None:
+        """The row is back, or dropped."""
+        self.used_bytes -= nbytes

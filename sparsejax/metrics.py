@@ -24,7 +24,7 @@ class Metric:
 
     kind = ""
 
-    def __init__(self, name: str, help: str, label: str | None = None) -> None:  # noqa: A002 - the format's word
+    def __init__(self, name: str, help: str, label: str | None = None) -> None:
         self.name = name
         self.help = help
         self.label = label
@@ -35,7 +35,7 @@ class Counter(Metric):
 
     kind = "counter"
 
-    def __init__(self, name: str, help: str, label: str | None = None) -> None:  # noqa: A002
+    def __init__(self, name: str, help: str, label: str | None = None) -> None:
         super().__init__(name, help, label)
         self._values: dict[str, float] = {} if label else {"": 0.0}
 
@@ -66,7 +66,7 @@ class Histogram(Metric):
 
     kind = "histogram"
 
-    def __init__(self, name: str, help: str, bounds: tuple[float, ...], label: str | None = None) -> None:  # noqa: A002
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...], label: str | None = None) -> None:
         super().__init__(name, help, label)
         self.bounds = bounds
         self._counts: dict[str, list[int]] = {}
@@ -118,7 +118,7 @@ class EngineMetrics:
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
 
-        def seconds(name: str, help: str) -> Histogram:  # noqa: A002
+        def seconds(name: str, help: str) -> Histogram:
             return Histogram(name, help, _TIME_BUCKETS)
 
         self.time_to_first_token_seconds = seconds("time_to_first_token_seconds", "Arrival to first token")
@@ -143,28 +143,23 @@ class EngineMetrics:
         self.kv_kept_ratio = Gauge("kv_kept_ratio", "Resident over seen tokens, 0 to 1")
         self.pages_evicted = Counter("pages_evicted", "Pages that eviction returned to the pool")
         self.maintenance_steps = Counter("maintenance_steps", "Maintenance programs", "kind")
-        self.maintenance_seconds = Histogram(
-            "maintenance_seconds", "Duration of maintenance programs", _TIME_BUCKETS, "kind"
-        )
         self.jit_compilations = Counter("jit_compilations", "Compiled programs", "program")
         self.jit_compile_seconds = Counter("jit_compile_seconds", "Time spent compiling")
-        self.decode_roofline_fraction = Gauge(
-            "decode_roofline_fraction", "Decode floor over measured step time, 0 to 1"
-        )
 
     def all(self) -> Iterator[Metric]:
         """Every metric."""
         return (metric for metric in vars(self).values() if isinstance(metric, Metric))
 
-    def finished(self, request: Request, reason: str, stats: RequestStats) -> None:
-        """Records the end of one choice."""
+    def finished(self, request: Request, index: int, reason: str, stats: RequestStats) -> None:
+        """Records the end of one choice; what the choices of a request share is counted with the first."""
         self.request_success.inc(finished_reason=reason)
-        self.prompt_tokens.inc(stats.prompt_tokens)
-        self.request_prompt_tokens.observe(stats.prompt_tokens)
+        if index == 0:
+            self.prompt_tokens.inc(stats.prompt_tokens)
+            self.request_prompt_tokens.observe(stats.prompt_tokens)
+            self.request_params_n.observe(request.params.n)
+            if request.params.max_tokens is not None:
+                self.request_params_max_tokens.observe(request.params.max_tokens)
         self.request_generation_tokens.observe(stats.completion_tokens)
-        self.request_params_n.observe(request.params.n)
-        if request.params.max_tokens is not None:
-            self.request_params_max_tokens.observe(request.params.max_tokens)
         self.e2e_request_latency_seconds.observe(stats.queue_s + stats.prefill_s + stats.decode_s)
         if stats.completion_tokens:
             self.request_prefill_time_seconds.observe(stats.prefill_s)

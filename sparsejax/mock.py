@@ -27,6 +27,7 @@ from sparsejax.plans import (
     StepResult,
     SwappedRow,
 )
+from sparsejax.rows import ceil_div
 
 Script = Callable[[Sequence[int], int, int], int]
 """(token history, index of the next token within the completion, seed) -> token."""
@@ -123,7 +124,7 @@ METHODS = (
     MockMethod("pyramid", Granularity.LAYER, prompt_budget=20, window=32, interval=8, layer_step=3),
     MockMethod("heads", Granularity.HEAD, prompt_budget=12, final_chunk=4),
 )
-"""One of each kind: keep-all, windowed, prompt-only eviction per layer, uneven layers, per head with a long last chunk."""
+"""Keep all, a window, prompt eviction per layer, uneven layers, per-head pages with a long last chunk."""
 
 
 @dataclasses.dataclass
@@ -246,7 +247,7 @@ class MockRunner:
         self._gate.set()
 
     def fail(self, call: str, nth: int, error: Exception, when: str = "before") -> None:
-        """The nth call from now (1 is the next) of a method raises: "before" it acts, "after", or at its ticket's "result"."""
+        """The nth call from now (1 is the next) raises: "before" it acts, "after", or at its ticket's "result"."""
         self._faults.setdefault(call, []).append((self.calls.get(call, 0) + nth, error, when))
 
     def poison(self, token: int) -> None:
@@ -338,10 +339,10 @@ class MockRunner:
             bool((expected == plan.kept).all()), f"{method} keeps {expected.tolist()} rows, not {plan.kept.tolist()}"
         )
         self.log.append((method, plan.phase, len(row.history), lengths.tolist(), plan.kept.tolist()))
-        columns = self._limits.geometry.pages(plan.kept)
+        columns = self._pages(plan.kept)
         self._require(plan.new_pages.shape == (*columns.shape, columns.max()), "new_pages has the wrong shape")
         fresh = plan.new_pages[np.arange(plan.new_pages.shape[-1]) < columns[..., None]]
-        old = row.table[np.arange(row.table.shape[-1]) < self._limits.geometry.pages(lengths)[..., None]]
+        old = row.table[np.arange(row.table.shape[-1]) < self._pages(lengths)[..., None]]
         self._require(not set(fresh.tolist()) & {0, *old.tolist()}, "compaction must write to fresh pages")
         self._require(len(set(fresh.tolist())) == len(fresh), "a fresh page is listed twice")
         self._require(int((plan.new_pages != 0).sum()) == len(fresh), "new_pages lists more pages than are needed")
@@ -402,6 +403,9 @@ class MockRunner:
         self._require(self._rows[row].method == method, f"row {row} belongs to {self._rows[row].method}, not {method}")
         return self._rows[row]
 
+    def _pages(self, lengths: np.ndarray) -> np.ndarray:
+        return ceil_div(lengths, self._limits.geometry.page_size)
+
     def _lengths(self, row: _Row) -> np.ndarray:
         return np.array([[len(s) for s in layer] for layer in row.stamps], np.int32)
 
@@ -455,7 +459,7 @@ class MockRunner:
                 self._require(bool(same.all()), f"row {index} layer {l} head {h} reads what it did not write")
 
     def _check_pages(self, index: int, row: _Row, pages: np.ndarray) -> None:
-        columns = self._limits.geometry.pages(self._lengths(row))
+        columns = self._pages(self._lengths(row))
         mask = np.arange(pages.shape[-1]) < columns[..., None]
         right = pages.dtype == np.int32 and pages.shape[-1] >= columns.max() and bool((pages[~mask] == -1).all())
         self._require(right, f"row {index} has {columns.tolist()} pages, the plan lists others")

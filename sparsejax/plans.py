@@ -165,7 +165,10 @@ class MethodFacts(Protocol):
         ...
 
     def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-        """Most rows any layer or head holds while `prompt_tokens` are appended to `length` rows, then decoding."""
+        """Most rows any layer or head holds while `prompt_tokens` are appended to `length` rows, then decoding.
+
+        With `prompt_tokens` 0 the row is decoding already, and what follows a prompt is behind it.
+        """
         ...
 
     def rows_read(self, length: int, geometry: Geometry) -> int:

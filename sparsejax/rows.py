@@ -8,12 +8,17 @@ from collections.abc import Callable
 import numpy as np
 
 from sparsejax.cache.pages import PagePool
-from sparsejax.geometry import Geometry, Granularity
+from sparsejax.geometry import Granularity
 from sparsejax.plans import MethodFacts, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the choices of one request get distinct seeds
 _MASK64 = (1 << 64) - 1
+
+
+def ceil_div(a: np.ndarray, b: int) -> np.ndarray:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 class State(enum.Enum):
@@ -55,6 +60,10 @@ class RowPages:
         """Rows of the longest head."""
         return int(self.lengths.max())
 
+    def columns_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Pages that hold so many rows in each head."""
+        return ceil_div(lengths, self.page_size)
+
     @property
     def num_full(self) -> int:
         """Pages without room: those that a fork shares."""
@@ -78,7 +87,7 @@ class RowPages:
         """Pages that appending `tokens` takes from the pool."""
         if tokens <= self.room:
             return 0
-        return int((-(-(self.lengths + tokens) // self.page_size) - self.columns).sum())
+        return int((self.columns_of(self.lengths + tokens) - self.columns).sum())
 
     def append(self, tokens: int) -> np.ndarray | None:
         """Makes room for `tokens` more rows in every head. Returns the table updates, or None if there are none.
@@ -87,7 +96,7 @@ class RowPages:
         """
         updates = None
         if tokens > self.room:
-            need = -(-(self.lengths + tokens) // self.page_size) - self.columns
+            need = self.columns_of(self.lengths + tokens) - self.columns
             ids = self._pool.alloc(self.granularity, int(need.sum()))
             updates = self._place(need, ids)
         self.lengths += tokens
@@ -100,7 +109,7 @@ class RowPages:
         The old pages may be reused at once: whatever is submitted later also runs later. Returns the pages that
         this row gave up.
         """
-        columns = -(-kept // self.page_size)
+        columns = self.columns_of(kept)
         ids = self._pool.alloc(self.granularity, int(columns.sum()))
         table = np.zeros((*columns.shape, int(columns.max())), np.int32)
         table[np.arange(table.shape[-1]) < columns[..., None]] = ids
@@ -126,8 +135,8 @@ class RowPages:
         shared = self.table[self._mask(full)]
         self._pool.share(self.granularity, shared)
         other = RowPages(self._pool, self.granularity)
-        other.columns, other.lengths = -(-self.lengths // self.page_size), self.lengths.copy()
-        other.table = np.where(other._mask(other.columns, self.table.shape[-1]), self.table, 0).astype(np.int32)
+        other.columns, other.lengths = self.columns.copy(), self.lengths.copy()
+        other.table = self.table.copy()
         other.table[partial, full[partial]] = fresh
         other.count = len(shared) + len(fresh)
         other.room = int((other.columns * self.page_size - other.lengths).min())
@@ -136,7 +145,7 @@ class RowPages:
 
     def restore(self, lengths: np.ndarray) -> None:
         """Takes fresh pages for rows that come back from the host. The row must be empty."""
-        columns = -(-lengths // self.page_size)
+        columns = self.columns_of(lengths)
         self._place(columns, self._pool.alloc(self.granularity, int(columns.sum())))
         self.lengths = lengths.copy()
         self.room = int((self.columns * self.page_size - self.lengths).min())
@@ -149,9 +158,8 @@ class RowPages:
         self.count = self.room = 0
         self._pool.free(self.granularity, held)
 
-    def _mask(self, columns: np.ndarray, width: int | None = None) -> np.ndarray:
-        width = self.table.shape[-1] if width is None else width
-        return np.arange(width) < columns[..., None]
+    def _mask(self, columns: np.ndarray) -> np.ndarray:
+        return np.arange(self.table.shape[-1]) < columns[..., None]
 
     def _place(self, need: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Appends `need[layer, head]` pages to each head, `ids` in head order; returns the updates."""
@@ -303,9 +311,13 @@ class Sequence:
             return prompt[start:stop]
         return np.concatenate([prompt, np.asarray(self.output, np.int32)])[start:stop]
 
-    def sampling_row(self) -> SamplingRow:
-        """Sampling of the next token to dispatch."""
-        position = self.dispatched
+    @property
+    def first_position(self) -> int:
+        """Position within the completion of the token that the final prompt chunk samples."""
+        return self.prefill_len - len(self.group.prompt)
+
+    def sampling_row(self, position: int) -> SamplingRow:
+        """How to sample the token at this position of the completion."""
         masked = position < self.group.request.params.min_tokens
         return SamplingRow(seed=self.seed, position=position, mask_stops=masked, **self.group.sampling)
 

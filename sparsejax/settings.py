@@ -1,4 +1,4 @@
-"""Settings of the engine and its scheduler. Standard library only; flags, help texts and checks derive from the fields."""
+"""Settings of the engine and its scheduler. Standard library only."""
 
 from __future__ import annotations
 

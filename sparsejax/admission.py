@@ -1,0 +1,63 @@
+"""The door: a request is checked against what can never change, before it costs anything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from sparsejax.errors import CacheTooSmallError, ContextLengthError, RequestError
+from sparsejax.memory import Memory
+from sparsejax.plans import RunnerLimits
+from sparsejax.request import Request, TokenEvent
+from sparsejax.rows import Group
+
+
+def admissible(
+    request: Request, limits: RunnerLimits, memory: Memory, max_chunk: int, on_event: Callable[[TokenEvent], None]
+) -> Group:
+    """Turns a request into a group of choices, or says why it can never run. Changes nothing; safe in any thread.
+
+    `max_tokens=None` becomes what the window and the cache allow.
+
+    Args:
+      request: what was asked.
+      limits: the runner's.
+      memory: only its sizes are read.
+      max_chunk: tokens of the longest prompt chunk.
+      on_event: see `Engine.submit`.
+
+    Raises:
+      RequestError, ContextLengthError, CacheTooSmallError.
+    """
+    request.validate(limits.vocab_size)
+    method = request.sparse_method or next(iter(limits.methods))
+    facts = limits.methods.get(method)
+    if facts is None:
+        served = ", ".join(limits.methods)
+        raise RequestError(f"sparse_method={method!r} is not served; choose one of {served}", param="sparse_method")
+
+    prompt_tokens, wanted = len(request.prompt_ids), request.params.max_tokens
+    window = limits.geometry.max_model_len
+    if prompt_tokens + (wanted or 1) > window:
+        output = "1 output token" if (wanted or 1) == 1 else f"{wanted} output tokens"
+        raise ContextLengthError(
+            f"{prompt_tokens} prompt tokens and {output} exceed the window of {window} tokens",
+            param="max_tokens" if wanted and prompt_tokens < window else "prompt",
+        )
+    limit = wanted or window - prompt_tokens
+    possible = memory.most_tokens(facts, prompt_tokens, limit)
+    if possible < (wanted or 1):
+        needed = memory.pages_alone(facts, prompt_tokens, wanted or 1)
+        raise CacheTooSmallError(
+            f"{prompt_tokens} prompt tokens and {wanted or 1} output tokens need {needed} cache pages with method "
+            f"{method}, but the cache has {memory.pool.capacity(facts.granularity)} ({facts.granularity.value} granularity)",
+            param="max_tokens" if possible else "prompt",
+        )
+    if min(facts.min_final_chunk(), prompt_tokens) > max_chunk:
+        raise RequestError(
+            f"method {method} needs a last prompt chunk of {facts.min_final_chunk()} tokens, "
+            f"but the largest chunk is {max_chunk}",
+            param="sparse_method",
+        )
+    seed = random.getrandbits(64) if request.params.seed is None else request.params.seed
+    return Group(request, method, facts, possible, frozenset(limits.eos_ids), seed, on_event)
