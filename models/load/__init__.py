@@ -179,7 +179,6 @@ def _locate(
 
     if load_format not in LOAD_FORMATS:
         raise LoadError(f"--load-format {load_format} is unknown: use {', '.join(LOAD_FORMATS)}")
-    offline = hub.is_offline(offline)
     if load_format == "dummy":
         return _locate_dummy(model)
     if model is None:

@@ -48,15 +48,20 @@ def gguf_tokenizer(metadata: Mapping[str, Any], chat_template: str | None = None
     transformers = import_transformers()
 
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        backend, add_bos = _byte_level(metadata)
-    elif kind == "llama":
-        backend, add_bos = _sentencepiece(metadata)
-    else:
+    builder = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
+    if builder is None:
         raise LoadError(
             f"the GGUF file has a tokenizer of kind {kind!r}, which can't be rebuilt (known: gpt2, llama);"
             " name a folder or hub id that has tokenizer.json with --tokenizer"
         )
+    try:
+        backend, add_bos = builder(metadata)
+    except LoadError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception for merges outside the vocabulary
+        raise LoadError(
+            f"the GGUF file's tokenizer is damaged ({type(error).__name__}: {error}); set --tokenizer"
+        ) from None
     tokens = metadata["tokenizer.ggml.tokens"]
 
     def named(key: str) -> str | None:

@@ -2,7 +2,7 @@
 
     python make_smollm2.py PATH_OF_THE_GGUF_FILE
 
-Neither this project's GGUF reader, nor its tokenizer, nor its layers take part.
+Neither this project's GGUF reader, nor its layers take part; of the tokenizer only the way of splitting digits is ours.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import pathlib
 import sys
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
 HERE = pathlib.Path(__file__).resolve().parent
 DATA = HERE.parent.parent / "data"
-GREEDY_TOKENS, VOCAB_STRIDE, MIN_LEAD = 64, 16, 0.02
+GREEDY_TOKENS, VOCAB_STRIDE, MIN_LEAD = 64, 16, 0.005
 CHAT = [
     {"role": "system", "content": "You are a terse geography teacher."},
     {"role": "user", "content": "What is the capital of France, and which river runs through it?"},
@@ -80,7 +81,13 @@ def golden(model, ids: list[int]) -> tuple[dict[str, np.ndarray], float]:
 def main() -> None:
     path = pathlib.Path(sys.argv[1])
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    # transformers 5.24 ignores the file's pre-tokenizer name "smollm": single digits, as in the original tokenizer.json.
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(False, use_regex=True)]
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     arrays = {}
     for name, ids in prompts(tokenizer).items():
         data, lead = golden(model, ids)

@@ -57,7 +57,10 @@ CHECKPOINTS = {
             },
         },
     ),
-    "tiny-qwen2": (QWEN2, {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "tiny-qwen2": (
+        QWEN2,
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "tiny-qwen3": (
         QWEN3,
         {
@@ -115,7 +118,9 @@ def main() -> None:
         model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=shard)
         np.savez_compressed(folder / "golden.npz", **data)
         spread = float(data["logits"].std())
-        print(f"{name}: seed {seed}, least lead {lead:.3f}, logits' deviation {spread:.2f}, {len(set(data['greedy'].tolist()))} tokens")
+        print(
+            f"{name}: seed {seed}, least lead {lead:.3f}, logits' deviation {spread:.2f}, {len(set(data['greedy'].tolist()))} tokens"
+        )
 
 
 if __name__ == "__main__":
