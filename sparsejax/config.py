@@ -114,8 +114,8 @@ class EngineConfig:
         "auto", "how KV is stored, by dtype name; auto is the sparse method's storage", group="sparsity"
     )
     # Memory and batch
-    page_size: int = _setting(
-        16, "rows of one page", group="memory", aliases=("block-size",), low=1, high=1024, unit="tokens"
+    page_size: int | None = _setting(
+        None, "rows of one page; default: the method's own, else 16 on CPU and 64 elsewhere", group="memory", aliases=("block-size",), low=1, high=1024, unit="tokens"
     )
     memory_fraction: float | None = _setting(
         None,

@@ -132,7 +132,9 @@ def _split(spec: str) -> list[tuple[str, dict[str, Any]]]:
     return members
 
 
-def resolve(spec: str, params: Mapping[str, Any] | None = None, storage: str | None = None) -> tuple[Method, Storage]:
+def resolve(
+    spec: str, params: Mapping[str, Any] | None = None, storage: str | None = None, used: set[str] | None = None
+) -> tuple[Method, Storage]:
     """The method and storage that a composition names.
 
     Args:
@@ -140,12 +142,13 @@ def resolve(spec: str, params: Mapping[str, Any] | None = None, storage: str | N
       params: knobs by name, given to every member that has them ("member.knob" to one member only). Knobs in `spec`
         win.
       storage: name of the storage if `spec` names none.
+      used: collects the params that applied; if given, the caller judges those that did not.
 
     Raises:
       MethodError: unknown names or knobs, bad values, members that don't go together.
     """
     params = dict(params or {})
-    used: set[str] = set()
+    strict, used = used is None, set() if used is None else used
     methods: list[Method] = []
     storages: list[Storage] = []
     members = _split(spec)
@@ -167,18 +170,22 @@ def resolve(spec: str, params: Mapping[str, Any] | None = None, storage: str | N
             raise MethodError(f"{entry.name} has no parameter {unknown[0]!r} (its parameters: {allowed})")
         built = entry.build(entry.params_type(**{**values, **own}))
         (methods if entry.kind == "method" else storages).append(built)
-    unused = sorted(set(params) - used)
-    if unused:
-        known = method_params()
-        owners = ", ".join(name for name, _ in known.get(unused[0], ()))
-        reason = f"it belongs to {owners}" if owners else "no method has it"
-        raise MethodError(f"parameter {unused[0]!r} does not apply to {spec!r}: {reason}")
+    if strict:
+        refuse_unused(params, used, spec)
     if len(storages) > 1:
         raise MethodError(f"{' and '.join(s.name for s in storages)} both decide how rows are stored; choose one")
     if not methods:
         methods.append(_build_default(DEFAULT_METHOD))
     chosen = storages[0] if storages else _build_default(DEFAULT_STORAGE)
     return combine.compose(tuple(methods)), chosen
+
+
+def refuse_unused(params: Mapping[str, Any], used: set[str], spec: str) -> None:
+    """Raises MethodError for a knob that no member has."""
+    for name in sorted(set(params) - used):
+        owners = ", ".join(owner for owner, _ in method_params().get(name, ()))
+        reason = f"it belongs to {owners}" if owners else "no method has it"
+        raise MethodError(f"parameter {name!r} does not apply to {spec!r}: {reason}")
 
 
 def _build_default(name: str) -> typing.Any:

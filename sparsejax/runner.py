@@ -189,6 +189,18 @@ class DeviceRunner:
                 for phase, kept in sorted(self._compactions(method)):
                     label = f"maintain[{name} {phase} keep={kept}]"
                     yield label, functools.partial(self._maintain_program, name, phase, kept)
+        yield "rows", self._compile_row_programs
+
+    def _compile_row_programs(self) -> None:
+        """The small programs that set up, fork, swap out and restore rows: run on null rows and pages."""
+        for name in self._methods:
+            layers, heads = self._limits.geometry.table_shape(self._methods[name].granularity)
+            self.setup_row(0, (), ())
+            nothing = np.zeros((0, 4), np.int32)
+            self.fork(name, ForkRow(0, 0, nothing, ((0, 0),)))
+            pages = np.zeros((layers, heads, 1), np.int32)
+            self.import_row(name, 0, pages, self.export_row(name, 0, pages))
+        self._pending_exports.clear()
 
     def _compactions(self, method: Method) -> set[tuple[str, int]]:
         """Every (phase, kept) that can occur."""
@@ -336,9 +348,10 @@ class DeviceRunner:
             source, target = np.asarray(plan.copies, np.int32).T
             self._copy(self._head_pages(method, source), self._head_pages(method, target))
         granularity = self._methods[method].granularity.value
-        updates = self._updates([(plan.target, plan.table_updates)], _power_of_two(len(plan.table_updates), 64))
+        width = self._tables_per_row(method) * self._limits.geometry.max_pages
+        updates = self._updates([(plan.target, plan.table_updates)], width)
         args = (self.state, np.int32(plan.source), np.int32(plan.target), updates)
-        key = ("fork_row", granularity, len(updates))
+        key = ("fork_row", granularity)
         static = {"granularity": granularity}
         self.state = self._program("fork_row", key, steps.fork_row, args, static)(*args)
 
@@ -396,9 +409,5 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
     out = np.zeros(size, np.int32)
     out[: len(values)] = values
     return out
-
-
-def _power_of_two(n: int, least: int) -> int:
-    return max(least, 1 << max(n - 1, 0).bit_length())
 
 

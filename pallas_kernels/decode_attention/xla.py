@@ -10,8 +10,12 @@ import jax.numpy as jnp
 
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block, pad_columns
 
-BLOCK_ROWS = 256
 NEG = -1e30
+
+
+def block_rows(batch: int) -> int:
+    """Rows per block: on a CPU a block of the whole batch should stay in its caches; elsewhere long blocks win."""
+    return max(64, min(256, 1024 // batch)) if jax.default_backend() == "cpu" else 1024
 
 
 def decode_attention(
@@ -25,10 +29,10 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.decode_attention`."""
     page_size = pools[names[0]].shape[1]
-    columns = max(1, min(BLOCK_ROWS // page_size, view.table.shape[2]))
+    batch, q_heads, dim = q.shape
+    columns = max(1, min(block_rows(batch) // page_size, view.table.shape[2]))
     block = columns * page_size
     view = pad_columns(view, columns)
-    batch, q_heads, dim = q.shape
     heads = view.num_heads
     query = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(batch, heads, q_heads // heads, dim)
     num_blocks = (view.lengths.max() + block - 1) // block

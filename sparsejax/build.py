@@ -1,0 +1,181 @@
+"""From a configuration to a running engine: size, load, allocate, compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from sparsejax.capacity import Capacity, plan
+from sparsejax.config import EngineConfig, Progress
+from sparsejax.engine import Engine
+from sparsejax.metrics import EngineMetrics
+from sparsejax.models import load
+from sparsejax.models.load.default_model import cache_dir
+from sparsejax.plans import RunnerLimits
+from sparsejax.runner import DeviceRunner
+from sparsejax.settings import EngineSettings
+
+log = logging.getLogger("sparsejax")
+
+Report = Callable[[Progress], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltEngine:
+    """A running engine and what belongs to it (see `sparsejax.llm.Built`)."""
+
+    engine: Engine
+    runner: DeviceRunner
+    tokenizer: Any
+    capacity: Capacity
+    model_name: str
+    model_path: str
+    generation_defaults: Mapping[str, Any]
+    info: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def limits(self) -> RunnerLimits:
+        return self.runner.limits
+
+
+def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
+    """Loads the model, allocates the KV pool, compiles the programs and starts the engine thread.
+
+    Args:
+      config: every setting.
+      progress: called with each `Progress`; may be called from this thread only.
+
+    Raises:
+      ConfigError: a setting, the checkpoint or the memory does not allow it; says what to do.
+    """
+    report: Report = progress or (lambda _: None)
+    _prepare_backend(config)
+    device = jax.devices()[0]
+    report(Progress(detail=f"jax {jax.__version__}, {device.platform}, {device.device_kind}"))
+    spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
+    # What can't fit is refused before anything large is read.
+    plan(config, spec, _checkpoint_id(config))
+    loaded = load.load_model(
+        config.model,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        tokenizer=config.tokenizer,
+        revision=config.revision,
+        offline=config.offline,
+        seed=config.seed,
+        chat_template=config.chat_template,
+        progress=progress is not None,
+    )
+    capacity = plan(config, loaded.spec, _checkpoint_id(config))
+    for topic, fact in capacity.lines():
+        report(Progress(topic, detail=f"{loaded.name}: {fact}" if topic == "model" else fact))
+    metrics = EngineMetrics()
+
+    def count_compilation(program: str, seconds: float) -> None:
+        metrics.jit_compilations.inc(program=program)
+        metrics.jit_compile_seconds.inc(seconds)
+
+    runner = DeviceRunner(
+        loaded.spec,
+        loaded.weights,
+        capacity.geometry,
+        capacity.methods,
+        capacity.storage,
+        num_rows=capacity.num_rows,
+        num_sequence_pages=capacity.num_sequence_pages,
+        decode_buckets=capacity.decode_buckets,
+        prefill_buckets=capacity.prefill_buckets,
+        eos_ids=tuple(loaded.tokenizer.eos_ids),
+        implementation=config.attention_impl,
+        fail_on_retrace=config.fail_on_retrace,
+        on_compile=count_compilation,
+    )
+    compile_programs(runner, config.precompile, report)
+    settings = EngineSettings(
+        max_waiting=config.max_waiting,
+        queue_timeout_s=config.queue_timeout_s,
+        max_num_batched_tokens=max(rows * tokens for rows, tokens in capacity.prefill_buckets),
+        stall_target_ms=config.stall_target_ms,
+        swap_bytes=config.swap_bytes,
+    )
+    defaults = loaded.generation_defaults if config.generation_config == "auto" else {}
+    return BuiltEngine(
+        engine=Engine(runner, settings, metrics),
+        runner=runner,
+        tokenizer=loaded.tokenizer,
+        capacity=capacity,
+        model_name=loaded.name,
+        model_path=str(loaded.path or loaded.name),
+        generation_defaults=defaults,
+        info=_info(capacity),
+    )
+
+
+def compile_programs(runner: DeviceRunner, precompile: str, report: Report) -> None:
+    """Compiles what serving needs: "all", the two most used programs ("lazy"), or none of them."""
+    programs = list(runner.programs())
+    if precompile == "none":
+        programs = []
+    elif precompile == "lazy":
+        programs = programs[:1] + [p for p in programs if p[0].startswith("prefill")][:1]
+    for done, (name, compile_one) in enumerate(programs):
+        report(Progress("compile", done, len(programs), "programs", name))
+        compile_one()
+    if programs:
+        report(Progress("compile", len(programs), len(programs), "programs"))
+    if precompile == "all":
+        runner.seal()
+
+
+def explain(config: EngineConfig) -> list[str]:
+    """The memory arithmetic, buckets and kernels of a configuration, without loading weights."""
+    _prepare_backend(config)
+    spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
+    capacity = plan(config, spec, _checkpoint_id(config))
+    device = jax.devices()[0]
+    lines = [f"{'device':<9} jax {jax.__version__}, {device.platform}, {device.device_kind}"]
+    lines += [f"{topic:<9} {fact}" for topic, fact in capacity.lines()]
+    lines += [f"{'kernels':<9} {operation}: {name}" for operation, name in _info(capacity)["attention_impl"].items()]
+    return lines
+
+
+def _checkpoint_id(config: EngineConfig) -> str:
+    return pathlib.Path(config.model).name if config.model else "default"
+
+
+def _info(capacity: Capacity) -> dict[str, dict[str, Any]]:
+    from sparsejax.pallas_kernels import api
+
+    device = jax.devices()[0]
+    default = next(iter(capacity.methods))
+    return {
+        "build": {"jax": jax.__version__, "device": device.device_kind, "platform": device.platform},
+        "cache_config": {
+            "page_size": capacity.geometry.page_size,
+            "num_sequence_pages": capacity.num_sequence_pages,
+            "kv_bytes": capacity.kv_bytes,
+            "num_rows": capacity.num_rows,
+            "sparse_method": default,
+            "storage": capacity.storage.name,
+        },
+        "attention_impl": {operation: next(iter(known)) for operation, known in api.IMPLEMENTATIONS.items()},
+    }
+
+
+def _prepare_backend(config: EngineConfig) -> None:
+    """Settings that must come before the device is first used. What the user set in the environment wins."""
+    if config.memory_fraction is not None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(min(config.memory_fraction + 0.03, 0.98)))
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if config.compilation_cache and jax.config.jax_compilation_cache_dir is None:
+        folder = config.compilation_cache_dir or str(cache_dir() / "compiled")
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
