@@ -25,17 +25,9 @@ class Generation:
     Create and use it on the event loop. Whoever creates it must call `close` in the end: it cancels what still runs.
     """
 
-    def __init__(
-        self,
-        served: Served,
-        requests: Sequence[Request],
-        *,
-        prompt_context: bool = False,
-        max_pending_events: int = MAX_PENDING_EVENTS,
-    ) -> None:
+    def __init__(self, served: Served, requests: Sequence[Request], *, prompt_context: bool = False) -> None:
         self.served = served
         self.requests = tuple(requests)
-        self._max_pending_events = max_pending_events
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
@@ -64,7 +56,7 @@ class Generation:
     def _on_event(self, event: TokenEvent) -> None:
         """Runs on the engine's thread."""
         self._events.append(event)
-        full = len(self._events) > self._max_pending_events
+        full = len(self._events) > MAX_PENDING_EVENTS
         if self._wake_scheduled and not full:
             return
         self._wake_scheduled = True

@@ -115,7 +115,13 @@ class EngineConfig:
     )
     # Memory and batch
     page_size: int | None = _setting(
-        None, "rows of one page; default: the method's own, else 16 on CPU and 64 elsewhere", group="memory", aliases=("block-size",), low=1, high=1024, unit="tokens"
+        None,
+        "rows of one page; default: the method's own, else 16 on CPU and 64 elsewhere",
+        group="memory",
+        aliases=("block-size",),
+        low=1,
+        high=1024,
+        unit="tokens",
     )
     memory_fraction: float | None = _setting(
         None,

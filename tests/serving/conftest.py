@@ -24,6 +24,7 @@ from sparsejax.settings import EngineSettings
 from tests.serving.byte_tokenizer import ByteTokenizer
 
 SAY = b"say:"
+POISON = ord("!")  # said for "Q", so that only an answer contains it, never a prompt
 
 
 def say_script(history: Sequence[int], position: int, seed: int) -> int:
@@ -33,7 +34,9 @@ def say_script(history: Sequence[int], position: int, seed: int) -> int:
     if not found:
         return hash_script(history, position, seed)
     wanted = rest.split(b"\n")[0]
-    return wanted[position] if position < len(wanted) else EOS
+    if position >= len(wanted):
+        return EOS
+    return POISON if wanted[position] == ord("Q") else wanted[position]
 
 
 @dataclasses.dataclass
@@ -107,6 +110,7 @@ class Servers:
         settings: EngineSettings | None = None,
         keep_alive_s: float = 15.0,
         check: bool = True,
+        send_buffer: int | None = None,
         **served: Any,
     ) -> LiveServer:
         runner = runner or MockRunner(script=say_script, verify=False)
@@ -125,7 +129,7 @@ class Servers:
                 **served,
             )
         )
-        url, port, stop = run_app(create_app(state, config, keep_alive_s=keep_alive_s))
+        url, port, stop = run_app(create_app(state, config, keep_alive_s=keep_alive_s), send_buffer)
         client = httpx.Client(base_url=url, timeout=20.0)
         live = LiveServer(url, port, state, engine, runner, client)
 
@@ -154,8 +158,10 @@ class Servers:
             raise errors[0]
 
 
-def run_app(app: Any) -> tuple[str, int, Callable[[], None]]:
-    listener = socket.socket()
+def run_app(app: Any, send_buffer: int | None = None) -> tuple[str, int, Callable[[], None]]:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(
