@@ -140,8 +140,9 @@ def load_tokenizer(
             str(source), revision=revision or "main", local_files_only=offline, trust_remote_code=False
         )
     except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise LoadError(
-            f"no tokenizer can be loaded from {source}: {error}. It needs tokenizer.json (or the files it is made"
+            f"no tokenizer can be loaded from {source}: {reason}. It needs tokenizer.json (or the files it is made"
             " from); name another folder or hub id with --tokenizer."
         ) from error
     if not getattr(hf, "is_fast", False):

@@ -81,7 +81,7 @@ def golden(model, ids: list[int]) -> tuple[dict[str, np.ndarray], float]:
 def main() -> None:
     path = pathlib.Path(sys.argv[1])
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    # transformers 5.24 ignores the file's pre-tokenizer name "smollm": single digits, as in the original tokenizer.json.
+    # transformers 5.24 ignores the file's pre-tokenizer name "smollm": single digits, as in the original.
     tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(False, use_regex=True)]
     )

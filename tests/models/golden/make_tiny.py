@@ -118,9 +118,8 @@ def main() -> None:
         model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=shard)
         np.savez_compressed(folder / "golden.npz", **data)
         spread = float(data["logits"].std())
-        print(
-            f"{name}: seed {seed}, least lead {lead:.3f}, logits' deviation {spread:.2f}, {len(set(data['greedy'].tolist()))} tokens"
-        )
+        distinct = len(set(data["greedy"].tolist()))
+        print(f"{name}: seed {seed}, least lead {lead:.3f}, deviation of logits {spread:.2f}, {distinct} tokens")
 
 
 if __name__ == "__main__":
