@@ -32,7 +32,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: 
     peak = logits.max(-1, keepdims=True)
     weights = jnp.where(keep, jnp.exp(logits - peak), 0.0)
     total = weights.sum(-1, keepdims=True)
-    out = jnp.einsum("bhgqs,bhsd->bqhgd", weights, v.astype(jnp.float32), precision=precision)
+    v = jnp.where(keep.any((2, 3))[..., None], v.astype(jnp.float32), 0.0)  # 0 * inf is NaN
+    out = jnp.einsum("bhgqs,bhsd->bqhgd", weights, v, precision=precision)
     total_q = jnp.moveaxis(total[..., 0], 3, 1)
     out = out / jnp.maximum(total_q, 1e-30)[..., None]
     lse = jnp.where(total[..., 0] > 0, peak[..., 0] + jnp.log(jnp.maximum(total[..., 0], 1e-30)), NEG)

@@ -43,6 +43,8 @@ def decode_attention(
         logits = jnp.einsum("bhgd,bhsd->bhgs", query, k, preferred_element_type=jnp.float32)
         row = i * block + jnp.arange(block, dtype=jnp.int32)
         valid = row[None, None, None, :] < view.lengths[:, :, None, None]
+        # What lies past the end is not ours: a weight of zero would still turn its infinities into NaN.
+        v = jnp.where(valid[:, :, 0, :, None], v, 0)
         logits = jnp.where(valid, logits, NEG)
         new_peak = jnp.maximum(peak, logits.max(-1))
         # Exactly zero for invalid rows, also in blocks where a short row has no valid key at all.

@@ -46,6 +46,8 @@ def prefill_attention(
         logits = jnp.einsum("bhqd,bhsd->bhqs", query, k, preferred_element_type=jnp.float32)
         row = i * block + jnp.arange(block, dtype=jnp.int32)
         valid = row[None, None, None, :] < limit[:, :, :, None]
+        # What lies past the end is not ours: a weight of zero would still turn its infinities into NaN.
+        v = jnp.where((row[None, None, :] < view.lengths[:, :, None])[..., None], v, 0)
         logits = jnp.where(valid, logits, NEG)
         new_peak = jnp.maximum(peak, logits.max(-1))
         weights = jnp.where(valid, jnp.exp(logits - new_peak[..., None]), 0.0)

@@ -1,0 +1,126 @@
+"""Puts keys and values into scrambled pages of a pool whose every other byte is poison."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import registry
+from sparsejax.geometry import Geometry, Granularity
+from sparsejax.method import EvictContext, Method
+from sparsejax.pallas_kernels.layout import LoadTile, PageView
+from sparsejax.state import POSITIONS, layer_view
+from sparsejax.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Rows in pages.
+
+    Attributes:
+      geometry: shapes.
+      pools: the storage's payload and positions.
+      view: the rows' pages in `layer`.
+      head_pages: int32 [batch, kv_heads, columns], the same pages spelled out.
+      storage: how rows are stored.
+      layer: int32 scalar.
+    """
+
+    geometry: Geometry
+    pools: dict[str, jax.Array]
+    view: PageView
+    head_pages: jax.Array
+    storage: Storage
+    layer: jax.Array
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in self.pools if name != POSITIONS)
+
+    @property
+    def load_tile(self) -> LoadTile:
+        return functools.partial(self.storage.load_tile, self.storage.params, self.geometry)
+
+    @property
+    def pages(self) -> tuple[dict[str, jax.Array], tuple[str, ...], PageView]:
+        """The arguments that kernels take after the query."""
+        return self.pools, self.names, self.view
+
+    @property
+    def how(self) -> dict:
+        """Keyword arguments of the attention kernels."""
+        return {"load_tile": self.load_tile, "layer": self.layer, "scale": self.geometry.scale}
+
+
+def plain_storage() -> Storage:
+    return registry.resolve("plain")[1]
+
+
+def paged(
+    geometry: Geometry,
+    k,
+    v,
+    lengths,
+    *,
+    storage: Storage | None = None,
+    granularity: Granularity = Granularity.HEAD,
+    layer: int = 0,
+    seed: int = 0,
+    poison: float = np.nan,
+) -> Paged:
+    """Stores k and v [batch, rows, kv_heads, head_dim], the first `lengths` rows of each sequence.
+
+    The null page, unused pages, rows past the end and table entries past the end are poison: the pools hold `poison`
+    (in every dtype that has it) and the table points to pages that nobody owns.
+    """
+    storage = storage or plain_storage()
+    k, v = jnp.asarray(k, geometry.dtype), jnp.asarray(v, geometry.dtype)
+    batch, rows = k.shape[:2]
+    lengths = np.broadcast_to(np.asarray(lengths, np.int32), (batch,))
+    table_layers, table_heads = geometry.table_shape(granularity)
+    columns = geometry.pages(rows)
+    num_slabs = 2 * batch * columns + 1
+    slab = table_layers * table_heads
+    rng = np.random.default_rng(seed)
+    ids = rng.permutation(np.arange(slab, num_slabs * slab))[: slab * batch * columns]
+    table = jnp.asarray(ids.reshape(table_layers, table_heads, batch, columns), jnp.int32)
+    each = jnp.broadcast_to(jnp.asarray(lengths), (table_layers, table_heads, batch))
+    view = layer_view(geometry, granularity, table, each, jnp.int32(layer))
+    head_pages = view.head_pages(0, columns)
+    row = np.arange(rows)
+    sequence, index = np.nonzero(row[None, :] < lengths[:, None])
+    target = head_pages[sequence, :, index // geometry.page_size]  # [stored rows, kv_heads]
+    offsets = jnp.asarray(index % geometry.page_size)[:, None]
+    payload = storage.encode(storage.params, geometry, jnp.int32(layer), k[sequence, index], v[sequence, index])
+    pools = {}
+    for name, spec in storage.payload(storage.params, geometry).items():
+        shape = (num_slabs * geometry.head_pages_per_sequence_page, *spec.shape)
+        pools[name] = jnp.full(shape, poison, spec.dtype).at[target, offsets].set(payload[name])
+    positions = jnp.broadcast_to(jnp.asarray(index, jnp.int32)[:, None], target.shape)
+    pools[POSITIONS] = jnp.full(shape[:2], -7, jnp.int32).at[target, offsets].set(positions)
+    return Paged(geometry, pools, view, head_pages, storage, jnp.int32(layer))
+
+
+def evict_context(
+    method: Method, rows: Paged, *, phase: str = "prompt", row_aux=None, observed: int = 0
+) -> EvictContext:
+    """What `keep_rows` sees of the one sequence in `rows`, whose positions are 0, 1, ..."""
+    length = rows.view.lengths[0, 0]
+    return EvictContext(
+        geometry=rows.geometry,
+        phase=phase,  # type: ignore[arg-type]
+        kept=method.keep_count(method.params, phase, int(length)),  # type: ignore[arg-type]
+        layer=rows.layer,
+        view=rows.view,
+        length=length,
+        observed=jnp.int32(observed),
+        next_position=length,
+        pools=rows.pools,
+        names=rows.names,
+        load_tile=rows.load_tile,
+        row_aux=row_aux or {},
+    )
