@@ -11,7 +11,7 @@ import collections
 from collections.abc import Sequence
 
 from sparsejax.detokenize import Choice, Delta, TextPiece
-from sparsejax.errors import RequestError
+from sparsejax.errors import RequestError, ShuttingDownError
 from sparsejax.request import Request, TokenEvent
 from sparsejax.serving.state import Served
 
@@ -108,7 +108,8 @@ class Generation:
                 self._stopping.add(key)
                 self.served.engine.stop(event.request_id, event.index)
             if delta.finish_reason in ("error", "cancelled"):
-                error = delta.error or RequestError("the server cancelled the request", status=503, code="cancelled")
+                # Only a closing engine cancels of its own accord.
+                error = delta.error or ShuttingDownError("the server is shutting down; the answer is not complete")
                 deltas.append(self._abort(error, delta.index))
                 break
             if delta.finish_reason is not None:

@@ -128,9 +128,8 @@ async def _frames(
     deltas: list[Delta],
     keep_alive_s: float,
 ) -> AsyncIterator[bytes]:
-    yield b"".join(map(_frame, answer.opening()))
+    out = b"".join(map(_frame, answer.opening()))
     while True:
-        out = b""
         for delta in deltas:
             if delta.error is not None:
                 yield out + _frame(describe(delta.error)[1])
@@ -143,6 +142,7 @@ async def _frames(
         if watch.done():
             return
         yield out or _KEEP_ALIVE
+        out = b""
         deltas = await _next(generation, watch, keep_alive_s)
 
 

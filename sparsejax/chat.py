@@ -201,11 +201,11 @@ class Chat:
         self,
         backend: Backend,
         system: str | None = None,
-        read: Callable[[str], str] = input,
+        read: Callable[[str], str] | None = None,
         write: Callable[[str], Any] | None = None,
     ) -> None:
         self._backend = backend
-        self._read = read
+        self._read = read or input
         self._write = write or _write
         self.messages: list[dict[str, str]] = []
         self._set_system(system)

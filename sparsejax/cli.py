@@ -87,7 +87,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], annotation: Any, names:
     }
     if annotation is bool:
         options["action"] = argparse.BooleanOptionalAction
-    elif isinstance(field.default, tuple):
+    elif isinstance(field.default, tuple) and meta["kind"] != "json":
         options |= {"action": "append", "metavar": meta["metavar"] or "NAME=VALUE"}
     elif meta["choices"]:
         options["metavar"] = "{" + ",".join(meta["choices"]) + "}"

@@ -146,7 +146,7 @@ class EngineConfig:
         None, "most prompt tokens of one prefill step; default: by device", group="memory", low=1, unit="tokens"
     )
     max_waiting: int | None = _setting(
-        None, "requests that may wait before new ones get 429; default: 4 per row, at least 64", group="memory", low=0
+        None, "requests that may wait before new ones get 429; default: 4 per row, at least 64", group="memory", low=1
     )
     queue_timeout_s: float = _setting(
         600.0, "longest wait before a request gets 503", group="memory", low=0.1, unit="s"
@@ -289,7 +289,7 @@ def engine_config(options: Mapping[str, Any], method_knobs: Iterable[str] = ()) 
 
 
 def _pairs(value: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(value.items()) if isinstance(value, Mapping) else tuple(tuple(pair) for pair in value)
+    return tuple(value.items()) if isinstance(value, Mapping) else tuple((name, item) for name, item in value)
 
 
 def parse_value(field: dataclasses.Field[Any], annotation: Any, raw: Any, source: str) -> Any:
@@ -416,7 +416,7 @@ def _check(config: Any) -> None:
         if meta["kind"] in ("pairs", "json"):
             object.__setattr__(config, field.name, _pairs(value))
         elif typing.get_origin(base) is tuple:
-            items = (value,) if isinstance(value, str) else tuple(value)
+            items = (value,) if isinstance(value, str) else tuple(value or ())
             if not all(isinstance(item, str) for item in items):
                 raise ConfigError(f"{name} must be strings, got {value!r}")
             object.__setattr__(config, field.name, items)

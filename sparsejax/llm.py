@@ -37,13 +37,20 @@ class Built(Protocol):
       info: facts in groups, e.g. {"cache_config": {"page_size": 16, ...}, "attention_impl": {...}}.
     """
 
-    engine: Engine
-    tokenizer: Any
-    limits: RunnerLimits
-    model_name: str
-    model_path: str
-    generation_defaults: Mapping[str, Any]
-    info: Mapping[str, Mapping[str, Any]]
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def limits(self) -> RunnerLimits: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def model_path(self) -> str: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    @property
+    def info(self) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ log = logging.getLogger("sparsejax")
 
 _WATCH_INTERVAL_S = 0.25
 # How long /health says 500 before a dead engine ends the process: probes and clients should see why.
-_FAILED_GRACE_S = 5.0
+_FAILED_GRACE_S = 2.0
 # After the drain: for answers that are being written out.
 _CLOSE_TIMEOUT_S = 5
 _MAX_HEADER_BYTES = 64 * 1024
@@ -93,7 +93,7 @@ class Console:
             self._line(f"{progress.step:<9} {progress.detail}")
         elif self._terminal:
             self._show_bar(progress)
-        elif progress.step != self._step or progress.done == progress.total:
+        elif progress.unit != "bytes" or progress.step != self._step or progress.done == progress.total:
             self._step = "" if progress.done == progress.total else progress.step
             done = f"{progress.done}/{progress.total} {progress.unit}"
             self._line(f"{progress.step:<9} {done}  {progress.detail}".rstrip())
@@ -160,6 +160,7 @@ class Server:
         self._stopping = asyncio.Event()
         self._loader = threading.Thread(target=self._load, name="load", daemon=True)
         self._state: ServerState | None = None
+        self._built: Built | None = None
 
     def run(self) -> int:
         """Serves until a signal or a fatal error; returns the exit status."""
@@ -177,6 +178,8 @@ class Server:
         try:
             asyncio.run(self._serve(listener, address))
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # we are on our way out already
             listener.close()
             if server.uds:
                 with contextlib.suppress(OSError):
@@ -234,8 +237,8 @@ class Server:
 
         assert self._state is not None
         try:
-            built = build_engine(self._command.engine, self._report)
-            self._state.attach(serve_built(built, self._command.server))
+            self._built = build_engine(self._command.engine, self._report)
+            self._state.attach(serve_built(self._built, self._command.server))
         except ConfigError as e:
             print(f"error: {e}", file=sys.stderr, flush=True)
             self._state.fail(e)
@@ -278,8 +281,7 @@ class Server:
         state, timeout_s = self._state, self._command.server.drain_timeout_s
         assert state is not None
         state.drain()
-        served = state.attached
-        if served is None:
+        if self._built is None:
             return
         if state.active_requests and state.phase == "draining":
             print(
@@ -291,7 +293,7 @@ class Server:
             while state.active_requests and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.02)
         # Ends what is left with an error event; those who still listen get it before the server closes.
-        await asyncio.to_thread(served.engine.close)
+        await asyncio.to_thread(self._built.engine.close)
         state.close()
 
 

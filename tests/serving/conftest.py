@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,26 +17,12 @@ import uvicorn
 
 from sparsejax.config import ServerConfig
 from sparsejax.engine import Engine
-from sparsejax.mock import EOS, MockRunner, hash_script
+from sparsejax.mock import MockRunner
 from sparsejax.serving.app import create_app
 from sparsejax.serving.state import Served, ServerState
 from sparsejax.settings import EngineSettings
 from tests.serving.byte_tokenizer import ByteTokenizer
-
-SAY = b"say:"
-POISON = ord("!")  # said for "Q", so that only an answer contains it, never a prompt
-
-
-def say_script(history: Sequence[int], position: int, seed: int) -> int:
-    """Continues with what the prompt's last "say:" line asks for, then ends; without one, with letters."""
-    prompt = bytes(i for i in history[: len(history) - position] if i < 256)
-    _, found, rest = prompt.rpartition(SAY)
-    if not found:
-        return hash_script(history, position, seed)
-    wanted = rest.split(b"\n")[0]
-    if position >= len(wanted):
-        return EOS
-    return POISON if wanted[position] == ord("Q") else wanted[position]
+from tests.serving.mocks import say_script
 
 
 @dataclasses.dataclass

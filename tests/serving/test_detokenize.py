@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class ByteFallbackTokenizer:
 def chunks(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     """`ids` cut at the given places (taken modulo)."""
     places = sorted({cut % (len(ids) + 1) for cut in cuts} | {0, len(ids)})
-    return [ids[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(places)]
 
 
 def run(stream: TextStream, parts: Sequence[Sequence[int]]) -> tuple[list[str], list[Any]]:

@@ -12,7 +12,8 @@ import pytest
 
 from sparsejax.mock import MockRunner
 from sparsejax.settings import EngineSettings
-from tests.serving.conftest import POISON, LiveServer, Servers, say_script
+from tests.serving.conftest import LiveServer, Servers
+from tests.serving.mocks import POISON, say_script
 
 CHAT = "/v1/chat/completions"
 

@@ -11,7 +11,8 @@ import pytest
 
 from sparsejax.config import ServerConfig
 from sparsejax.mock import MockRunner
-from tests.serving.conftest import LiveServer, Servers, say_script
+from tests.serving.conftest import LiveServer, Servers
+from tests.serving.mocks import POISON, say_script
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +103,6 @@ def test_key(servers: Servers) -> None:
 
 
 def test_error_event_reaches_the_client(servers: Servers) -> None:
-    from tests.serving.conftest import POISON
-
     runner = MockRunner(script=say_script, step_s=0.005, verify=False)
     runner.poison(POISON)
     server = servers.start(runner)
