@@ -47,10 +47,10 @@ def admissible(
     limit = wanted or window - prompt_tokens
     possible = memory.most_tokens(facts, prompt_tokens, limit)
     if possible < (wanted or 1):
-        needed = memory.pages_alone(facts, prompt_tokens, wanted or 1)
+        needed, pages = memory.pages_alone(facts, prompt_tokens, wanted or 1), memory.pool.capacity(facts.granularity)
         raise CacheTooSmallError(
             f"{prompt_tokens} prompt tokens and {wanted or 1} output tokens need {needed} cache pages with method "
-            f"{method}, but the cache has {memory.pool.capacity(facts.granularity)} ({facts.granularity.value} granularity)",
+            f"{method}, but the cache has {pages} ({facts.granularity.value} granularity)",
             param="max_tokens" if possible else "prompt",
         )
     if min(facts.min_final_chunk(), prompt_tokens) > max_chunk:

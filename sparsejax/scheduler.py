@@ -12,6 +12,7 @@ Every unfinished choice is in exactly one of `waiting`, `running`, `swapped`, or
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -224,9 +225,10 @@ class Scheduler:
         self.metrics.num_preemptions.inc()
         if seq.computed and self._swappable(seq):
             table = seq.pages.padded(-1)
-            swapped = call_runner(self.runner.export_row, seq.group.method, seq.row, table)
-            if self.swap.put(seq.group.method, seq.pages.count, swapped.nbytes):
-                seq.swapped, seq.swapped_lengths = swapped, seq.pages.lengths.copy()
+            with contextlib.suppress(RequestError):  # a row that the runner can't export is rebuilt
+                swapped = call_runner(self.runner.export_row, seq.group.method, seq.row, table)
+                if self.swap.put(seq.group.method, seq.pages.count, swapped.nbytes):
+                    seq.swapped, seq.swapped_lengths = swapped, seq.pages.lengths.copy()
         if seq.swapped is not None:
             seq.state = State.SWAPPED
             self.swapped.append(seq)
@@ -547,6 +549,7 @@ class Scheduler:
             self._leave(seq)
         finally:
             seq.state = State.FINISHED
+            self._stuck = 0
             self._promote_follower(seq)
             stats = seq.stats(self.clock())
             if seq.output:

@@ -23,8 +23,8 @@ POISON, REFUSED = 252, 253  # never sampled by the script, never in an ordinary 
 submits = st.tuples(
     st.just("submit"),
     st.sampled_from(NAMES),
-    st.integers(1, 90),  # prompt tokens
-    st.integers(1, 40),  # max_tokens
+    st.integers(1, 70),  # prompt tokens
+    st.integers(1, 60),  # max_tokens
     st.sampled_from([1, 1, 1, 2, 4]),  # n
     st.sampled_from(["", "", "", "", "poison", "refuse", "stop id", "min tokens"]),
 )
@@ -34,12 +34,13 @@ operations = st.one_of(
     st.tuples(st.just("advance"), st.integers(1, 12)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("stop"), st.integers(0, 9), st.integers(0, 3)),
+    st.tuples(st.just("preempt"), st.integers(0, 5)),
     st.tuples(st.just("wait"), st.sampled_from([0.1, 3.0])),
 )
 machines = st.fixed_dictionaries(
     {
         "num_rows": st.integers(1, 6),
-        "num_sequence_pages": st.integers(36, 80),
+        "num_sequence_pages": st.integers(24, 60),
         "decode_buckets": st.sampled_from([(1, 2), (1, 2, 4, 8)]),
         "prefill_buckets": st.sampled_from([((1, 16),), ((2, 8), (1, 32)), ((1, 16), (4, 16), (1, 64), (2, 128))]),
         "eos_after": st.sampled_from([None, None, 5]),
@@ -49,8 +50,9 @@ machines = st.fixed_dictionaries(
 engine_settings = st.builds(
     EngineSettings,
     max_inflight_steps=st.integers(1, 4),
-    decode_window_tokens=st.sampled_from([4, 64, 1024]),
-    min_decode_window_tokens=st.just(4),
+    decode_window_tokens=st.sampled_from([1, 4, 1024]),
+    min_decode_window_tokens=st.just(1),
+    max_decode_window_tokens=st.sampled_from([1, 4, 4096]),
     stall_target_ms=st.sampled_from([0.1, 100.0]),
     swap_bytes=st.sampled_from([0, 4000, 1 << 30]),
 )
@@ -80,6 +82,11 @@ def play(settings_: EngineSettings, machine: dict, program: list[tuple]) -> Benc
             bench.step(args[0])
         elif operation == "wait":
             bench.clock.sleep(args[0])
+        elif operation == "preempt":
+            running = bench.scheduler.running
+            if running:
+                bench.scheduler._preempt(running[args[0] % len(running)])
+                bench.check()
         elif submitted:
             request_id = submitted[args[0] % len(submitted)][0]
             if operation == "cancel":
