@@ -88,19 +88,16 @@ class ChatPrompt:
 
     @functools.cached_property
     def _separate_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer that knows control tokens by stand-ins only, and its ids for those to real ids."""
+        """A copy of the tokenizer that knows control tokens by stand-ins only, and its added ids to the real ids."""
         import tokenizers
 
-        backend = self._hf.backend_tokenizer
-        data = json.loads(backend.to_str())
+        data = json.loads(self._hf.backend_tokenizer.to_str())
         for token in data["added_tokens"]:
             token["content"] = self._stand_ins.get(token["content"], token["content"])
         data["post_processor"] = None
-        separate = tokenizers.Tokenizer.from_str(json.dumps(data))
-        real_ids = {
-            separate.token_to_id(stand_in): backend.token_to_id(token) for token, stand_in in self._stand_ins.items()
-        }
-        return separate, real_ids
+        separate: Any = tokenizers.Tokenizer.from_str(json.dumps(data))
+        # Tokens that the vocabulary itself lacks are numbered anew in the copy, so every added token is mapped.
+        return separate, {separate.token_to_id(token["content"]): token["id"] for token in data["added_tokens"]}
 
     # Rendering
 
