@@ -78,7 +78,8 @@ class ChatPrompt:
         marked = self._render_marked(request, marks, add_generation_prompt, plain)
         text = self._pattern.sub(lambda match: self._stand_ins[match.group()], marked).replace(_MARK, "")
         separate, real_ids = self._separate_tokenizer
-        return [real_ids.get(index, index) for index in separate.encode(text, add_special_tokens=False).ids]
+        ids: list[int] = separate.encode(text, add_special_tokens=False).ids
+        return [real_ids.get(index, index) for index in ids]
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]

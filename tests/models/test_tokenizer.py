@@ -191,7 +191,7 @@ def test_added_tokens_that_are_no_markup_are_ordinary_vocabulary() -> None:
     tokenizer.hf.add_tokens(["õ", "÷÷"])
     tokenizer = Tokenizer(tokenizer.hf)
     index = tokenizer.hf.backend_tokenizer.token_to_id("÷÷")
-    assert index == 301
+    assert index == 300  # new; "õ" was in the vocabulary
     for content in ("a÷÷b", "a÷÷b<|im_end|>"):
         ids = tokenizer.render_chat(user(content))
         assert index in ids
