@@ -442,12 +442,17 @@ class MockRunner:
         parts = self._limits.geometry.head_pages_per_page(row.granularity)
         return pages * parts + np.arange(parts)[:, None], index % page_size
 
+    def _cells(self, row: _Row, l: int, h: int) -> np.ndarray:
+        """[parts, 1]: which layer and head of the model each head-page of a page stands for; told apart in the pool."""
+        parts = self._limits.geometry.head_pages_per_page(row.granularity)
+        return ((l * row.table.shape[1] + h) * parts + np.arange(parts))[:, None]
+
     def _write(self, row: _Row, start: np.ndarray) -> None:
         for l, layer in enumerate(row.stamps):
             for h, stamps in enumerate(layer):
                 first = int(start[l, h])
                 pages, offsets = self._places(row, l, h, first, len(stamps))
-                self._pool[pages, offsets] = stamps[first:] + np.arange(len(pages))[:, None]
+                self._pool[pages, offsets] = stamps[first:] + self._cells(row, l, h)
 
     def _check_contents(self, index: int, row: _Row) -> None:
         if not self.verify:
@@ -455,7 +460,7 @@ class MockRunner:
         for l, layer in enumerate(row.stamps):
             for h, stamps in enumerate(layer):
                 pages, offsets = self._places(row, l, h, 0, len(stamps))
-                same = self._pool[pages, offsets] == stamps + np.arange(len(pages))[:, None]
+                same = self._pool[pages, offsets] == stamps + self._cells(row, l, h)
                 self._require(bool(same.all()), f"row {index} layer {l} head {h} reads what it did not write")
 
     def _check_pages(self, index: int, row: _Row, pages: np.ndarray) -> None:

@@ -1,0 +1,158 @@
+"""Bytes and operations from integers: what fits, and how fast a step could be at best. Standard library and numpy.
+
+Start-up capacity, `--explain` and the floors of the benchmarks read the same functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from sparsejax.errors import ConfigError
+from sparsejax.geometry import Geometry
+from sparsejax.plans import MethodFacts
+
+
+def page_bytes(geometry: Geometry, row_bytes: float, page_aux_bytes: int = 0) -> int:
+    """Bytes of one sequence page: all layers and heads of `page_size` tokens.
+
+    Args:
+      geometry: attention shape.
+      row_bytes: of one row of one head: K, V, position and the storage's side arrays.
+      page_aux_bytes: of the per-page arrays of methods and storage, for one head-page.
+    """
+    return round(geometry.head_pages_per_sequence_page * (geometry.page_size * row_bytes + page_aux_bytes))
+
+
+def num_sequence_pages(budget_bytes: int, bytes_per_page: int) -> int:
+    """Sequence pages, the null page included, that a budget pays for. Raises ConfigError below two."""
+    pages = budget_bytes // bytes_per_page
+    if pages < 2:
+        raise ConfigError(
+            f"the KV cache may use {format_bytes(budget_bytes)}, but needs at least two pages of "
+            f"{format_bytes(bytes_per_page)}; give it more memory or a smaller --page-size"
+        )
+    return pages
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCost:
+    """What one request of `seen_tokens` costs under a method.
+
+    Attributes:
+      peak_tokens: most rows of a layer and head on the way.
+      resident_tokens: rows of the fullest layer and head once the prompt was processed and evicted from.
+      read_tokens: rows of a layer and head that a decode step reads, on average.
+      peak_head_pages: held at the highest point, the fresh pages of its compaction included.
+      resident_head_pages: held afterwards.
+    """
+
+    seen_tokens: int
+    peak_tokens: int
+    resident_tokens: int
+    read_tokens: int
+    peak_head_pages: int
+    resident_head_pages: int
+
+
+def row_cost(facts: MethodFacts, geometry: Geometry, tokens: int) -> RowCost:
+    """The cost of a prompt of `tokens` tokens, just before its first decode step."""
+    width = geometry.head_pages_per_page(facts.granularity)
+    lengths = np.full(geometry.table_shape(facts.granularity), tokens, np.int32)
+    kept = np.broadcast_to(np.asarray(facts.kept_after("prompt", lengths), np.int32), lengths.shape)
+    resident = int((-(-kept // geometry.page_size)).sum()) * width
+    peak = facts.peak_rows(0, tokens, 0)
+    held = geometry.pages(peak) * lengths.size * width
+    compaction = 0 if (kept == lengths).all() else resident
+    longest = int(kept.max())
+    return RowCost(tokens, peak, longest, facts.rows_read(longest, geometry), held + compaction, resident)
+
+
+def rows_that_fit(facts: MethodFacts, geometry: Geometry, sequence_pages: int, tokens: int) -> int:
+    """Requests of so many tokens that a pool holds at once, prefilled one after the other.
+
+    All but the last are at rest; the last one needs its peak. `sequence_pages` includes the null page.
+    """
+    cost = row_cost(facts, geometry, tokens)
+    free = (sequence_pages - 1) * geometry.head_pages_per_sequence_page
+    if cost.peak_head_pages > free:
+        return 0
+    return 1 + (free - cost.peak_head_pages) // max(1, cost.resident_head_pages)
+
+
+def capacity_sentence(
+    facts: MethodFacts, geometry: Geometry, sequence_pages: int, bytes_per_page: int, tokens: int | None = None
+) -> str:
+    """What the cache holds, for start-up: "KV cache: 1.5 GiB, 4,095 pages of 16 tokens; fits 23 rows of ..."."""
+    tokens = tokens or geometry.max_model_len
+    rows = rows_that_fit(facts, geometry, sequence_pages, tokens)
+    cost = row_cost(facts, geometry, tokens)
+    kept = "" if cost.resident_tokens == tokens else f", of which {facts.name} keeps {cost.resident_tokens:,}"
+    plural = "row" if rows == 1 else "rows"
+    return (
+        f"KV cache: {format_bytes(sequence_pages * bytes_per_page)}, {sequence_pages - 1:,} pages of "
+        f"{geometry.page_size} tokens; fits {rows:,} {plural} of {tokens:,} tokens{kept}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Memory traffic and arithmetic of one program.
+
+    Attributes:
+      weight_bytes: weights read once.
+      kv_bytes: cache rows read.
+      flops: multiplications and additions.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    flops: int
+
+    def floor_s(self, bytes_per_s: float, flops_per_s: float) -> float:
+        """Seconds that no implementation can beat on a device with this bandwidth and arithmetic rate."""
+        return max((self.weight_bytes + self.kv_bytes) / bytes_per_s, self.flops / flops_per_s)
+
+
+def decode_cost(
+    geometry: Geometry, weight_bytes: int, matmul_params: int, row_bytes: float, read_tokens: Iterable[int]
+) -> StepCost:
+    """One decode step.
+
+    Args:
+      geometry: attention shape.
+      weight_bytes: of all weights that a step reads.
+      matmul_params: weights that multiply each token (all but the embedding table).
+      row_bytes: of one row of one KV head.
+      read_tokens: rows of a layer and head that each request of the batch reads (`MethodFacts.rows_read`).
+    """
+    reads = list(read_tokens)
+    return _step(geometry, weight_bytes, matmul_params, row_bytes, len(reads), sum(reads), sum(reads))
+
+
+def prefill_cost(
+    geometry: Geometry, weight_bytes: int, matmul_params: int, row_bytes: float, chunk_tokens: int, length: int
+) -> StepCost:
+    """One causal prompt chunk of `chunk_tokens` on top of `length` resident rows; arguments as in `decode_cost`."""
+    pairs = chunk_tokens * length + chunk_tokens * (chunk_tokens + 1) // 2
+    return _step(geometry, weight_bytes, matmul_params, row_bytes, chunk_tokens, length + chunk_tokens, pairs)
+
+
+def _step(
+    geometry: Geometry, weight_bytes: int, params: int, row_bytes: float, tokens: int, rows: int, pairs: int
+) -> StepCost:
+    """`rows` are read from the cache; `pairs` are (query, row) pairs that attention multiplies twice."""
+    kv_bytes = round(rows * geometry.num_layers * geometry.num_kv_heads * row_bytes)
+    attention = 4 * pairs * geometry.num_layers * geometry.num_q_heads * geometry.head_dim
+    return StepCost(weight_bytes, kv_bytes, 2 * tokens * params + attention)
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
