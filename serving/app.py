@@ -122,5 +122,5 @@ class RequestID:
         except Exception as error:
             if started:
                 raise  # the server logs it and closes the connection
-            log.exception("%s failed, request id %s", scope["path"], request_id)
+            log.error("%s failed, request id %s", scope["path"], request_id)
             await errors.error_response(error)(scope, receive, send_with_id)

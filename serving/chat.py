@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from sparsejax.detokenize import Delta
 from sparsejax.errors import RequestError
-from sparsejax.request import check_token_ids
 from sparsejax.serving import prompts
 from sparsejax.serving.endpoint import ID, answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.generation import Generation
@@ -204,7 +203,7 @@ async def _prompt_ids(state: Any, served: Served, body: ChatBody) -> Sequence[in
             raise RequestError("send messages or prompt_token_ids, not both", param="prompt_token_ids")
         if not body.prompt_token_ids:
             raise RequestError("prompt_token_ids is empty", param="prompt_token_ids")
-        check_token_ids(body.prompt_token_ids, served.tokenizer.vocab_size, "prompt_token_ids")
+        prompts.check_ids(served, body.prompt_token_ids, "prompt_token_ids")
         return body.prompt_token_ids
     if body.messages is None:
         raise RequestError("messages is missing", param="messages", code="missing_required_parameter")

@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from sparsejax.detokenize import Delta
 from sparsejax.errors import RequestError
-from sparsejax.request import check_token_ids
 from sparsejax.serving import prompts
 from sparsejax.serving.endpoint import ID, AppState, answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.errors import JSON
@@ -215,13 +214,12 @@ async def _prompt_ids(app: AppState, served: Served, body: CompletionBody) -> li
     prompt = body.prompt
     assert prompt is not None
     special = body.add_special_tokens is not False
-    vocab_size = served.tokenizer.vocab_size
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif not prompt:
         raise RequestError("prompt is empty; give at least one", param="prompt")
     elif all(isinstance(item, int) for item in prompt):
-        check_token_ids(prompt, vocab_size, "prompt")  # type: ignore[arg-type]
+        prompts.check_ids(served, prompt, "prompt")  # type: ignore[arg-type]
         return [list(prompt)]  # type: ignore[list-item]
     else:
         items = list(prompt)
@@ -237,7 +235,7 @@ async def _prompt_ids(app: AppState, served: Served, body: CompletionBody) -> li
         if isinstance(item, str):
             ids = await prompts.encode(app.state, served, item, add_special_tokens=special)
         else:
-            check_token_ids(item, vocab_size, f"prompt[{i}]")
+            prompts.check_ids(served, item, f"prompt[{i}]")
             ids = item
         if not ids:
             raise RequestError(f"prompt{f'[{i}]' if len(items) > 1 else ''} is empty", param="prompt")

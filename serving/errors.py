@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sparsejax.errors import EngineDeadError, RequestError
+
+log = logging.getLogger("sparsejax.serving")
 
 _TYPES = {
     400: "invalid_request_error",
@@ -34,12 +37,13 @@ class JSON(Response):
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and error object of an exception. Unexpected ones show no internals."""
+    """HTTP status and error object of an exception. Unexpected ones are logged, and show no internals."""
     if isinstance(error, RequestError):
         status, message, param, code = error.status, error.message, error.param, error.code
     elif isinstance(error, EngineDeadError):
-        status, message, param, code = error.status, f"the engine stopped: {error}", None, error.code
+        status, message, param, code = error.status, str(error), None, error.code
     else:
+        log.error("a request failed", exc_info=error)
         status, message, param, code = 500, "internal error; the server's log has the details", None, "internal_error"
     return status, {
         "error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}

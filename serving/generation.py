@@ -66,8 +66,12 @@ class Generation:
             self._events.clear()
 
     def _give_up(self) -> None:
-        if not self._closed:
-            self._refusal = RequestError("the client reads too slowly", status=503, code="interrupted")
+        self.refuse(RequestError("the client reads too slowly", status=503, code="interrupted"))
+
+    def refuse(self, error: Exception) -> None:
+        """Ends everything with an error, unless it has ended already."""
+        if not self._closed and not self.finished:
+            self._refusal = error
             self.close()
             self._wake.set()
 

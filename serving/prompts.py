@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sparsejax.errors import ContextLengthError, RequestError
+from sparsejax.request import check_token_ids
 from sparsejax.serving.protocol import MAX_MESSAGES, Message
 from sparsejax.serving.state import Served, ServerState
 
@@ -48,6 +49,8 @@ async def in_pool(state: ServerState, work: Callable[[], T]) -> T:
     try:
         loop = asyncio.get_running_loop()
         return await asyncio.wait_for(loop.run_in_executor(state.tokenize_pool, work), TOKENIZE_TIMEOUT_S)
+    except RecursionError:
+        raise RequestError("the request is nested too deeply") from None
     except TimeoutError:
         raise RequestError(
             f"tokenizing took longer than {TOKENIZE_TIMEOUT_S:g} s", status=503, code="tokenize_timeout"
@@ -60,18 +63,33 @@ async def encode(
     """Token ids of a text. With `limit`, a text that can't fit the window is refused before all of it is encoded."""
 
     def work() -> list[int]:
-        part = served.max_model_len * _CHARACTERS_PER_TOKEN
-        if limit and len(text) > 2 * part:
-            num_tokens = len(served.tokenizer.encode(text[:part], add_special_tokens=add_special_tokens))
-            if num_tokens > served.max_model_len:
-                raise ContextLengthError(
-                    f"the prompt has {len(text)} characters, and the first {part} are already {num_tokens} tokens, "
-                    f"more than the window of {served.max_model_len} tokens",
-                    param="prompt",
-                )
+        if limit:
+            _refuse_huge(served, text, "prompt")
         return served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     return await in_pool(state, work)
+
+
+def _refuse_huge(served: Served, text: str, param: str) -> None:
+    """Refuses a text that can't fit the window without encoding all of it."""
+    part = served.max_model_len * _CHARACTERS_PER_TOKEN
+    if len(text) > 2 * part:
+        num_tokens = len(served.tokenizer.encode(text[:part], add_special_tokens=False))
+        if num_tokens > served.max_model_len:
+            raise ContextLengthError(
+                f"{param}: a text of {len(text)} characters does not fit: its first {part} are {num_tokens} tokens "
+                f"already, and the window has {served.max_model_len}",
+                param=param,
+            )
+
+
+def check_ids(served: Served, ids: Sequence[int], param: str) -> None:
+    """Checks token ids from a client; a list that can't fit is refused before it is walked through."""
+    if len(ids) > served.max_model_len:
+        raise ContextLengthError(
+            f"{param} has {len(ids)} tokens, the window has {served.max_model_len}", param=param.partition("[")[0]
+        )
+    check_token_ids(ids, served.tokenizer.vocab_size, param)
 
 
 async def render(
@@ -119,6 +137,10 @@ async def render(
         chosen["continue_final_message"] = True
 
     def work() -> list[int]:
+        for message in plain:
+            content = message["content"]
+            for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
+                _refuse_huge(served, text, "messages")
         return served.tokenizer.render_chat(plain, add_generation_prompt=bool(add_generation_prompt), **chosen)
 
     return await in_pool(state, work)

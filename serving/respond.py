@@ -7,8 +7,7 @@ collected, so the two can't disagree. The client's disconnect is watched from th
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -18,12 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sparsejax.detokenize import Delta
+from sparsejax.errors import RequestError
 from sparsejax.request import RequestStats
 from sparsejax.serving.errors import JSON, describe, error_response
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.state import ServerState
-
-log = logging.getLogger("sparsejax.serving")
 
 KEEP_ALIVE_S = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -65,21 +63,31 @@ async def respond(
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> Response:
     """Runs a generation. An error before the stream has begun keeps its HTTP status."""
+    timeout_s = _timeout_s(http)
     watch = asyncio.ensure_future(_disconnected(http.receive))
+    deadline = None
     started = False
     state.active_requests += 1
+
+    def end() -> None:
+        state.active_requests -= 1
+        watch.cancel()
+        if deadline is not None:
+            deadline.cancel()
+        generation.close()
+
     try:
         generation.submit()
+        if timeout_s is not None:
+            late = RequestError(f"not done within {timeout_s:g} s", status=408, code="deadline_exceeded")
+            deadline = asyncio.get_running_loop().call_later(timeout_s, generation.refuse, late)
         deltas = await _next(generation, watch, keep_alive_s if stream else None)
         if stream:
             if deltas and (error := deltas[-1].error) is not None:
                 return error_response(error)
             started = True
-            return EventStream(
-                _frames(generation, watch, answer, deltas, keep_alive_s),
-                headers,
-                lambda: _end(state, generation, watch),
-            )
+            frames = _frames(generation, watch, answer, deltas, keep_alive_s)
+            return EventStream(frames, headers, end)
         while True:
             for delta in deltas:
                 if delta.error is not None:
@@ -93,13 +101,23 @@ async def respond(
         return JSON(answer.whole(), headers=headers)
     finally:
         if not started:
-            _end(state, generation, watch)
+            end()
 
 
-def _end(state: ServerState, generation: Generation, watch: asyncio.Future[None]) -> None:
-    state.active_requests -= 1
-    watch.cancel()
-    generation.close()
+def _timeout_s(http: HTTPRequest) -> float | None:
+    """The client's deadline, from the header X-Request-Timeout in seconds."""
+    given = http.headers.get("x-request-timeout")
+    if given is None:
+        return None
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise RequestError(
+            f"X-Request-Timeout must be a positive number of seconds, got {given[:40]!r}", param="X-Request-Timeout"
+        )
+    return timeout_s
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -182,7 +200,6 @@ class Totals:
         self._generation = generation
         self._n = num_choices_per_prompt
         self._stats: dict[int, RequestStats] = {}
-        self._started_s = time.monotonic()
 
     def add(self, delta: Delta) -> None:
         if delta.stats is not None:

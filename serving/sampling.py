@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from sparsejax.errors import RequestError
-from sparsejax.request import SamplingParams
+from sparsejax.request import MAX_LOGIT_BIAS, SamplingParams
 from sparsejax.serving.protocol import GenerationBody
 from sparsejax.serving.state import Served
 
@@ -103,6 +103,9 @@ def _stop(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(value: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if value is not None and len(value) > MAX_LOGIT_BIAS:
+        message = f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+        raise RequestError(message, param="logit_bias")
     pairs: dict[int, float] = {}
     for key, bias in (value or {}).items():
         if not re.fullmatch("-?[0-9]{1,19}", key):

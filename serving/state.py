@@ -138,6 +138,6 @@ class ServerState:
         if self.phase == "draining":
             raise ShuttingDownError("the server is shutting down and takes no new requests", retry_after_s=5)
         if self.phase == "failed":
-            raise EngineDeadError(str(self.error) or type(self.error).__name__)
+            raise EngineDeadError(f"the engine has failed: {self.error or type(self.error).__name__}")
         step = self.progress.step
         raise RequestError(f"the model is not ready yet ({step})", status=503, code="loading", retry_after_s=5)

@@ -332,11 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _local(args: dict[str, Any], knobs: cli.Knobs, params: dict[str, Any]) -> tuple[Local, str]:
     from sparsejax.llm import LLM
-    from sparsejax.serve import Console
 
     # A config file may hold the server's settings too; they are checked and not used here.
     config, _ = cli.resolve(args, EngineConfig, ServerConfig, knobs=knobs, yaml_path=args["config"])
-    console = Console()
+    console = cli.Console()
     try:
         llm = LLM.from_config(config, console)
     finally:

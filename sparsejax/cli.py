@@ -10,11 +10,13 @@ import argparse
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import sparsejax
 from sparsejax import config
+from sparsejax.config import Progress
 from sparsejax.errors import ConfigError
 
 ENV_PREFIX = "SPARSEJAX_"
@@ -238,3 +240,56 @@ def parse_serve(
     except ConfigError as e:
         parser.error(str(e))
     return ServeCommand(engine, server, args["explain"], args["list_methods"])
+
+
+class Console:
+    """Shows start-up: bars on a terminal, plain lines elsewhere."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._bar: Any = None
+        self._step = ""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.total == 0:
+            self._finish()
+            self._line(f"{progress.step:<9} {progress.detail}")
+        elif self._terminal:
+            self._show_bar(progress)
+        elif progress.unit != "bytes" or progress.step != self._step or progress.done == progress.total:
+            self._step = "" if progress.done == progress.total else progress.step
+            done = f"{progress.done}/{progress.total} {progress.unit}"
+            self._line(f"{progress.step:<9} {done}  {progress.detail}".rstrip())
+
+    def close(self) -> None:
+        self._finish()
+
+    def _show_bar(self, progress: Progress) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None or self._step != progress.step:
+            self._finish()
+            self._step = progress.step
+            size = progress.unit == "bytes"
+            self._bar = tqdm(
+                total=progress.total,
+                desc=f"{progress.step:<9}",
+                unit="B" if size else f" {progress.unit}",
+                unit_scale=size,
+                unit_divisor=1024,
+                file=self._stream,
+                dynamic_ncols=True,
+            )
+        self._bar.set_postfix_str(progress.detail, refresh=False)
+        self._bar.update(progress.done - self._bar.n)
+        if progress.done >= progress.total:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar, self._step = None, ""
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)

@@ -97,7 +97,7 @@ class EngineConfig:
         group="model",
         choices=("auto", "none"),
     )
-    seed: int = _setting(0, "of dummy weights and of requests' seeds", group="model", low=0, high=2**63 - 1)
+    seed: int = _setting(0, "of random weights (--load-format dummy)", group="model", low=0, high=2**63 - 1)
     # Sparse method
     sparse_method: str = _setting("dense", "sparse method, or several as a+b (see --list-methods)", group="sparsity")
     request_methods: tuple[str, ...] = _setting(

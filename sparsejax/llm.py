@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import queue
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -124,11 +125,17 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, sparse_method: str = "dense", **options: Any) -> None:
-        from sparsejax import registry
+        from sparsejax import cli
         from sparsejax.build import build_engine
 
-        settings = engine_config({"model": model, "sparse_method": sparse_method, **options}, registry.method_params())
-        self._start(build_engine(settings, None))
+        settings = engine_config({"model": model, "sparse_method": sparse_method, **options}, cli.method_knobs())
+        # Loading and compiling take a while; who sits at a terminal sees how far they are.
+        console = cli.Console() if sys.stderr.isatty() else None
+        try:
+            self._start(build_engine(settings, console))
+        finally:
+            if console is not None:
+                console.close()
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Callable[[Progress], None] | None = None) -> LLM:

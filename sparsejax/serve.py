@@ -36,6 +36,10 @@ _FAILED_GRACE_S = 2.0
 # After the drain: for answers that are being written out.
 _CLOSE_TIMEOUT_S = 5
 _MAX_HEADER_BYTES = 64 * 1024
+# For idle tokenizer threads to notice that their pool is closed.
+_THREAD_TIMEOUT_S = 1.0
+# As `sparsejax.serving.state` names them.
+TOKENIZE_THREADS = "tokenize"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    _set_up_logging()
+    _set_up_logging(command.server)
     return Server(command).run()
 
 
@@ -76,59 +80,6 @@ def registry_table(entries: dict[str, Any]) -> str:
             lines.append(f"{'':<4}{flag:<32}{knob.metadata.get('help', '')}{unit} (default: {knob.default})")
     lines.append("Compose with +, for example --sparse-method A+B: at most one per kind and one storage.")
     return "\n".join(lines)
-
-
-class Console:
-    """Shows start-up: bars on a terminal, plain lines elsewhere."""
-
-    def __init__(self, stream: Any = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._terminal = self._stream.isatty()
-        self._bar: Any = None
-        self._step = ""
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.total == 0:
-            self._finish()
-            self._line(f"{progress.step:<9} {progress.detail}")
-        elif self._terminal:
-            self._show_bar(progress)
-        elif progress.unit != "bytes" or progress.step != self._step or progress.done == progress.total:
-            self._step = "" if progress.done == progress.total else progress.step
-            done = f"{progress.done}/{progress.total} {progress.unit}"
-            self._line(f"{progress.step:<9} {done}  {progress.detail}".rstrip())
-
-    def close(self) -> None:
-        self._finish()
-
-    def _show_bar(self, progress: Progress) -> None:
-        from tqdm import tqdm
-
-        if self._bar is None or self._step != progress.step:
-            self._finish()
-            self._step = progress.step
-            size = progress.unit == "bytes"
-            self._bar = tqdm(
-                total=progress.total,
-                desc=f"{progress.step:<9}",
-                unit="B" if size else f" {progress.unit}",
-                unit_scale=size,
-                unit_divisor=1024,
-                file=self._stream,
-                dynamic_ncols=True,
-            )
-        self._bar.set_postfix_str(progress.detail, refresh=False)
-        self._bar.update(progress.done - self._bar.n)
-        if progress.done >= progress.total:
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar, self._step = None, ""
-
-    def _line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
 
 
 def serve_built(built: Built, server: ServerConfig) -> Served:
@@ -155,7 +106,7 @@ class Server:
 
     def __init__(self, command: cli.ServeCommand) -> None:
         self._command = command
-        self._console = Console()
+        self._console = cli.Console()
         self._exit_status = 0
         self._stopping = asyncio.Event()
         self._loader = threading.Thread(target=self._load, name="load", daemon=True)
@@ -184,8 +135,8 @@ class Server:
             if server.uds:
                 with contextlib.suppress(OSError):
                     os.unlink(server.uds)  # noqa: PTH108 - sockets
-        if self._loader.is_alive():
-            # A compilation can't be interrupted, and the interpreter must not be torn down under it.
+        if self._loader.is_alive() or _tokenizing():
+            # A compilation or a runaway template can't be interrupted, and the interpreter would wait for it.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._exit_status)
@@ -297,6 +248,14 @@ class Server:
         state.close()
 
 
+def _tokenizing() -> bool:
+    """True if a tokenizer thread is still at work a moment after its pool was closed."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(TOKENIZE_THREADS)]
+    for thread in threads:
+        thread.join(_THREAD_TIMEOUT_S / len(threads))
+    return any(thread.is_alive() for thread in threads)
+
+
 def _uvicorn_server_type() -> type:
     import uvicorn
 
@@ -339,12 +298,14 @@ def _listen(server: ServerConfig) -> tuple[socket.socket, str]:
     return listener, f"{scheme}://{host}:{listener.getsockname()[1]}{server.root_path}"
 
 
-def _set_up_logging() -> None:
+def _set_up_logging(server: ServerConfig) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    if server.disable_log_stats:
+        logging.getLogger("sparsejax.engine").setLevel(logging.WARNING)  # its status line is all it says below that
     for name in ("uvicorn", "uvicorn.error", "uvicorn.asgi"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

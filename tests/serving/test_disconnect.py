@@ -147,13 +147,33 @@ def test_keep_alive_comments(servers: Servers, dial: Dial) -> None:
     read_until(connection, b"[DONE]")
 
 
+def test_deadline_header(servers: Servers) -> None:
+    server = servers.start(slow_runner())
+    headers = {"X-Request-Timeout": "0.1"}
+    response = server.post(CHAT, body(), headers=headers)
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    server.wait_idle(2.0)
+    with server.client.stream("POST", CHAT, json=body(stream=True), headers=headers) as stream:
+        assert stream.status_code == 200
+        events = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    server.wait_idle(2.0)
+    quick = {"messages": [{"role": "user", "content": "say:quick"}]}
+    assert server.post(CHAT, quick, headers={"X-Request-Timeout": "20"}).status_code == 200
+    for wrong in ("0", "-1", "nan", "inf", "soon"):
+        response = server.post(CHAT, quick, headers={"X-Request-Timeout": wrong})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "X-Request-Timeout"
+
+
 def lines_of(server: LiveServer, fields: dict[str, Any]) -> Iterator[str]:
     with server.client.stream("POST", CHAT, json={**fields, "stream": True}) as response:
         yield str(response.status_code)
         yield from response.iter_lines()
 
 
-def test_error_before_the_stream_keeps_its_status(servers: Servers) -> None:
+def test_error_before_the_stream_keeps_its_status(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
     runner = slow_runner()
     runner.poison(POISON)
     server = servers.start(runner)
@@ -162,6 +182,8 @@ def test_error_before_the_stream_keeps_its_status(servers: Servers) -> None:
         response = server.post(CHAT, {**bad, "stream": stream})
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
+    assert "non-finite" not in response.text
+    assert "non-finite" in caplog.text
     server.wait_idle()
 
 

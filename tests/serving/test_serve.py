@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sparsejax import serve
+from sparsejax import cli, serve
 from sparsejax.config import Progress, ServerConfig
 from tests.repo.layout import ROOT
 
@@ -266,7 +266,7 @@ def test_progress_on_a_terminal() -> None:
             """Nothing is buffered."""
 
     terminal = Terminal()
-    console = serve.Console(terminal)
+    console = cli.Console(terminal)
     console(Progress("model", detail="a fact"))
     for done in range(0, 101, 50):
         console(Progress("load", done, 100, "bytes", "shard"))

@@ -141,6 +141,9 @@ CASES: list[tuple[tuple[str, Any], int, str | None]] = [
     ),
     (chat(messages=[{"role": "user", "content": [{"type": "text"}]}]), 400, "messages[0].content[0].text"),
     (chat(messages=[USER] * 10_001), 400, "messages"),
+    (chat(messages=[{"role": "user", "content": "x" * 4096}]), 400, "prompt"),
+    (chat(messages=[{"role": "user", "content": "x" * 1_000_000}]), 400, "messages"),
+    (chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 1_000_000}]}]), 400, "messages"),
     (chat(continue_final_message=True), 400, "continue_final_message"),
     (
         chat(
@@ -158,6 +161,8 @@ CASES: list[tuple[tuple[str, Any], int, str | None]] = [
     (chat(prompt_token_ids=[5]), 400, "prompt_token_ids"),
     ((CHAT, {"prompt_token_ids": [999]}), 400, "prompt_token_ids"),
     ((CHAT, {"prompt_token_ids": []}), 400, "prompt_token_ids"),
+    ((CHAT, {"prompt_token_ids": [5] * 4097}), 400, "prompt_token_ids"),
+    (text(prompt=[[5], [5] * 100_000]), 400, "prompt"),
     # Log-probabilities.
     (chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
     (chat(logprobs=True, top_logprobs=-1), 400, "top_logprobs"),
