@@ -19,6 +19,7 @@ ALLOWED = {
     ("sparsejax/llm.py", "dense"),  # the default in the signature
     ("sparsejax/registry.py", "dense"),  # the defaults by name
     ("sparsejax/registry.py", "plain"),
+    ("pallas_kernels/payload.py", "plain"),  # a layout of rows in memory
     ("sparsejax/mock.py", "dense"),  # the stand-in for the default
     ("sparsejax/method.py", "dense"),  # the role of layers that select nothing
     ("sparsejax/combine.py", "dense"),
