@@ -29,7 +29,7 @@ from sparsejax.plans import (
     StepResult,
     SwappedRow,
 )
-from sparsejax.sampling import FLOAT_COLUMNS, GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE
+from sparsejax.sampling import GENERAL, GREEDY, NUM_LOGPROBS, SAMPLE
 from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
 from sparsejax.storage import Storage
 
@@ -158,7 +158,9 @@ class DeviceRunner:
 
     # Programs
 
-    def _program(self, name: str, key: Hashable, jitted: Any, args: tuple, static: dict[str, Any]) -> Callable[..., Any]:
+    def _program(
+        self, name: str, key: Hashable, jitted: Any, args: tuple, static: dict[str, Any]
+    ) -> Callable[..., Any]:
         program = self._programs.get(key)
         if program is not None:
             return program
@@ -236,11 +238,7 @@ class DeviceRunner:
     # Packing
 
     def _sampling(self, rows: list[SamplingRow], size: int) -> tuple[np.ndarray, np.ndarray]:
-        ints = np.zeros((size, len(INT_COLUMNS)), np.int32)
-        floats = np.zeros((size, len(FLOAT_COLUMNS)), np.float32)
-        ints[:, INT_COLUMNS.index("logprobs")] = -1
-        floats[:, FLOAT_COLUMNS.index("top_p")] = 1.0
-        floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1.0
+        ints, floats = steps.greedy_inputs(size)
         for i, row in enumerate(rows):
             general = row.has_bias or row.mask_stops or row.presence_penalty or row.frequency_penalty
             general = general or row.repetition_penalty != 1.0
@@ -338,9 +336,7 @@ class DeviceRunner:
         kept = int(plan.kept.max())
         if (plan.kept != kept).any():
             raise ValueError("maintain: kept rows must be the same for all layers and heads")
-        inputs = steps.MaintainInputs(
-            np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.turn_tokens)
-        )  # type: ignore[arg-type]
+        inputs = steps.MaintainInputs(np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.turn_tokens))  # type: ignore[arg-type]
         self.state = self._maintain_program(method, plan.phase, kept)(self.state, inputs)
 
     def fork(self, method: str, plan: ForkRow) -> None:
@@ -409,5 +405,3 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
     out = np.zeros(size, np.int32)
     out[: len(values)] = values
     return out
-
-

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax.geometry import Geometry
 from sparsejax.method import EvictContext, Method, Phase, SelectContext, Written
@@ -29,7 +30,6 @@ from sparsejax.pallas_kernels.layout import PageView
 from sparsejax.sampling import (
     FLOAT_COLUMNS,
     INT_COLUMNS,
-    NUM_LOGPROBS,
     Logprobs,
     RowBias,
     SamplingInputs,
@@ -286,7 +286,9 @@ def _finish(
         last_tokens=state.last_tokens.at[target].set(tokens),
         counts=state.counts.at[target, tokens].add(1),
     )
-    return state, StepOutputs(_pack(jnp.where(wanted, tokens, -1), ok, found), logits if statics.return_logits else None)
+    return state, StepOutputs(
+        _pack(jnp.where(wanted, tokens, -1), ok, found), logits if statics.return_logits else None
+    )
 
 
 def _pack(tokens: jax.Array, ok: jax.Array, found: Logprobs) -> jax.Array:
@@ -581,5 +583,29 @@ def import_row_state(
     )
 
 
-NUM_INTS, NUM_FLOATS = len(INT_COLUMNS), len(FLOAT_COLUMNS)
-PACKED_WIDTH = 3 + 2 * NUM_LOGPROBS
+def greedy_inputs(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `ints` and `floats` of `DecodeInputs` and `PrefillInputs` that pick the best token of each row."""
+    ints, floats = np.zeros((batch, len(INT_COLUMNS)), np.int32), np.zeros((batch, len(FLOAT_COLUMNS)), np.float32)
+    ints[:, INT_COLUMNS.index("logprobs")] = -1
+    floats[:, FLOAT_COLUMNS.index("top_p")] = 1.0
+    floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1.0
+    return ints, floats
+
+
+def table_updates(row: int, pages: np.ndarray, first_column: int = 0, width: int | None = None) -> np.ndarray:
+    """The `updates` that give a row pages.
+
+    Args:
+      row: row id, from 1.
+      pages: int [layers, heads, columns] page ids (axes of the method's granularity; [1, 1, columns] for a sequence).
+      first_column: table column of the first page.
+      width: pads with updates of the null row, so that one compiled program takes any number of them.
+
+    Returns:
+      int32 [width or number of pages, 5].
+    """
+    layer, head, column = np.indices(pages.shape, np.int32).reshape(3, -1)
+    updates = np.stack([layer, head, np.full_like(layer, row), column + first_column, pages.reshape(-1)], axis=1)
+    if width is not None and len(updates) > width:
+        raise ValueError(f"{len(updates)} page table updates do not fit width={width}")
+    return np.pad(updates, ((0, (width or len(updates)) - len(updates)), (0, 0))).astype(np.int32)

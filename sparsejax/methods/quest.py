@@ -146,6 +146,10 @@ def read_count(params: Params, length: int, geometry: Geometry) -> float:
     return (dense_layers * length + (geometry.num_layers - dense_layers) * sparse) / geometry.num_layers
 
 
+def page_size(params: Params) -> int:
+    return params.quest_chunk_size
+
+
 def build(params: Params) -> Method:
     return Method(
         "quest",
@@ -158,7 +162,7 @@ def build(params: Params) -> Method:
         on_write=on_write,
         select=select,
         read_count=read_count,
-        page_size=lambda params: params.quest_chunk_size,
+        page_size=page_size,
     )
 
 

@@ -99,7 +99,8 @@ def keep_count(params: Params, phase: Phase, length: int) -> int:
 
 def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) -> int:
     prompt = length + prompt_tokens
-    decoded = keep_count(params, "prompt", prompt) + decode_tokens
+    start = keep_count(params, "prompt", prompt) if prompt_tokens else length
+    decoded = start + decode_tokens
     if params.snapkv_decode_eviction:
         decoded = min(decoded, params.budget + params.decode_eviction_interval)
     return max(prompt, decoded)

@@ -47,7 +47,7 @@ def keep_count(params: Params, phase: Phase, length: int) -> int:
 
 def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) -> int:
     prompt = length + prompt_tokens
-    start = keep_count(params, "prompt", prompt)
+    start = keep_count(params, "prompt", prompt) if prompt_tokens else length
     # A step appends before it compacts, so the row reaches the trigger (or one past the budget if they coincide).
     return max(prompt, min(start + decode_tokens, max(params.trigger, params.budget + 1)))
 

@@ -1,52 +1,127 @@
-"""Drives the step functions without a scheduler: the shortest host loop that is right, for tests and examples."""
+"""Drives the step functions without a scheduler: the shortest host loop that is right, for tests.
+
+Programs are compiled once per process and shared by all sessions of one shape. The session's own programs sample
+greedily and are compiled with little optimisation, because compiling is what costs time here; `tests/core/test_hlo.py`
+looks at the real ones, and sampling has a suite of its own.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import registry, steps
+from sparsejax import registry, sampling, steps
+from sparsejax.arrays import is_spec
 from sparsejax.combine import with_granularity
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Weights
-from sparsejax.sampling import FLOAT_COLUMNS, INT_COLUMNS
-from sparsejax.state import StateSize, empty_state
+from sparsejax.state import POSITIONS, StateSize, empty_state
 
-TINY = ModelSpec("llama", 97, 48, 64, 3, 6, 2, 8, 512)
-
-
-def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
-    """Weights large enough that attention is not uniform."""
-    specs = get_architecture(spec.architecture).weight_specs(spec)
-    leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: hasattr(x, "nbytes") and hasattr(x, "fill"))
-    rng = np.random.default_rng(seed)
-    arrays = []
-    for leaf in leaves:
-        fan_in = leaf.shape[0] if len(leaf.shape) > 1 else 1
-        value = rng.standard_normal(leaf.shape) * (1.5 * fan_in**-0.5) if len(leaf.shape) > 1 else np.ones(leaf.shape)
-        arrays.append(jnp.asarray(value, leaf.dtype))
-    return jax.tree.unflatten(tree, arrays)
+TINY = ModelSpec("llama", 61, 32, 48, 2, 4, 2, 8, 512)
 
 
 @functools.cache
 def tiny_weights(spec: ModelSpec = TINY, seed: int = 0) -> Weights:
-    return random_weights(spec, seed)
+    """Random weights large enough that attention is far from uniform."""
+    specs = get_architecture(spec.architecture).weight_specs(spec)
+    leaves, tree = jax.tree.flatten(specs, is_leaf=is_spec)
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for leaf in leaves:
+        if len(leaf.shape) == 1:
+            value = np.ones(leaf.shape)
+        else:
+            value = rng.standard_normal(leaf.shape) * (2.5 * leaf.shape[0] ** -0.5)
+        arrays.append(jnp.asarray(value, leaf.dtype))
+    return jax.tree.unflatten(tree, arrays)
+
+
+def tokens_of(seed: int, count: int, vocab_size: int = TINY.vocab_size) -> list[int]:
+    """A random text."""
+    return np.random.default_rng(seed).integers(1, vocab_size, count).tolist()
+
+
+def _argmax(logits, inputs, bias):
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _no_logprobs(logits, tokens, inputs):
+    empty = jnp.zeros((logits.shape[0], sampling.NUM_LOGPROBS), jnp.float32)
+    return sampling.Logprobs(empty[:, 0], empty.astype(jnp.int32), empty)
+
+
+_greedy = functools.partial(mock.patch.multiple, steps, sample=_argmax, logprobs=_no_logprobs)
+
+
+@functools.partial(jax.jit, static_argnames="statics", donate_argnames="state")
+def _decode(statics, weights, state, inputs):
+    with _greedy():
+        return steps.decode_step.__wrapped__(statics, weights, state, inputs)
+
+
+@functools.partial(jax.jit, static_argnames="statics", donate_argnames="state")
+def _prefill(statics, weights, state, inputs):
+    with _greedy():
+        return steps.prefill_chunk.__wrapped__(statics, weights, state, inputs)
+
+
+_PROGRAMS: dict[Hashable, Any] = {}
+
+
+def run(function: Any, *args: Any, **static: Any) -> Any:
+    """Calls a jitted function through a program compiled quickly and kept for the life of the process."""
+    statics = [arg for arg in args if isinstance(arg, steps.Statics)]
+    arrays = [arg for arg in args if not isinstance(arg, steps.Statics)]
+    leaves, tree = jax.tree.flatten(arrays)
+    shapes = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    key = (function, *statics, tree, shapes, *sorted(static.items()))
+    if key not in _PROGRAMS:
+        quick: dict[str, Any] = {"xla_backend_optimization_level": 0}
+        _PROGRAMS[key] = function.lower(*args, **static).compile(quick)
+    return _PROGRAMS[key](*arrays)
 
 
 @dataclasses.dataclass
 class Row:
+    """What the host knows of a row.
+
+    Attributes:
+      pages: [layers][heads] lists of page ids.
+      length: resident rows.
+      seen: logical tokens.
+      since: tokens of this phase since it began or since the last compaction.
+    """
+
+    pages: list[list[list[int]]]
     length: int = 0
-    pages: list | None = None  # [layers][heads] lists of page ids
-    since: int = 0  # tokens of this phase since it began or since the last compaction
+    seen: int = 0
+    since: int = 0
 
 
 class Session:
-    """A device state with a page allocator that hands out pages in a scrambled order."""
+    """A device state with a page allocator that hands out pages in a scrambled order.
+
+    Args:
+      method: composition, as in `registry.resolve`.
+      spec, weights: the model.
+      page_size, max_len: in tokens.
+      num_rows: rows; also the batch bucket of all programs.
+      chunk: longest prompt chunk in tokens.
+      granularity: overrides the method's.
+      seed: of the order of pages.
+      params: knobs.
+      poison: what the pool, the null page and page aux hold before anybody writes to them.
+      select: replaces the method's `select` hook.
+    """
 
     def __init__(
         self,
@@ -54,166 +129,247 @@ class Session:
         *,
         spec: ModelSpec = TINY,
         weights: Weights | None = None,
-        page_size: int | None = None,
-        max_len: int | None = None,
+        page_size: int = 4,
+        max_len: int = 64,
         num_rows: int = 4,
-        num_pages: int | None = None,
+        chunk: int = 48,
         granularity: Granularity | None = None,
         seed: int = 0,
         params: dict | None = None,
+        poison: float | None = None,
+        select: Any = None,
     ):
         self.method, self.storage = registry.resolve(method, params)
         if granularity is not None:
             self.method = with_granularity(self.method, granularity)
+        if select is not None:
+            self.method = dataclasses.replace(self.method, select=select)
+        self.spec = spec
         self.weights = tiny_weights(spec) if weights is None else weights
-        page_size = self.method.page_size(self.method.params) or page_size or 4
+        page_size = self.method.page_size(self.method.params) or page_size
         self.geometry: Geometry = spec.geometry(page_size, max_len)
         self.statics = steps.Statics(spec, self.geometry, self.method, self.storage, return_logits=True)
         self.grain = self.method.granularity
         self.shape = self.geometry.table_shape(self.grain)
-        num_pages = num_pages or 2 + 2 * num_rows * self.geometry.max_pages
+        self.num_rows, self.chunk = num_rows, chunk
+        num_pages = 1 + num_rows * (self.geometry.max_pages + 4)
         size = StateSize(num_rows, num_pages, spec.vocab_size)
         self.state = empty_state(self.geometry, size, (self.method,), self.storage)
-        per_slab = int(np.prod(self.shape))
-        ids = np.arange(per_slab, num_pages * per_slab)  # slab 0 is null
-        rng = np.random.default_rng(seed)
-        # Pages of a layer or head granularity serve only the layer and head they are cut for if ids must stay aligned;
-        # they need not: any page serves any layer.
-        self.free = list(rng.permutation(ids))
+        if poison is not None:
+            self.poison(poison)
+        slab = int(np.prod(self.shape))
+        self.all_pages = set(range(slab, num_pages * slab))  # slab 0 holds the null pages
+        self.free = np.random.default_rng(seed).permutation(sorted(self.all_pages)).tolist()
         self.rows: dict[int, Row] = {}
-        self.peak_pages = 0
-        self.total = len(self.free)
 
-    def _columns(self, row: int, new_length: int) -> list[tuple[int, int, int, int, int]]:
-        record = self.rows[row]
-        updates = []
-        for layer in range(self.shape[0]):
-            for head in range(self.shape[1]):
-                pages = record.pages[layer][head]
-                while len(pages) < self.geometry.pages(new_length):
-                    pages.append(int(self.free.pop()))
+    def poison(self, value: float) -> None:
+        """Fills every page, the null page included, and all page and row aux."""
+
+        def fill(array):
+            junk = value if jnp.issubdtype(array.dtype, jnp.floating) else 12345
+            return jnp.full_like(array, junk)
+
+        filled = [jax.tree.map(fill, tree) for tree in (self.state.pools, self.state.page_aux, self.state.row_aux)]
+        self.state = self.state.replace(pools=filled[0], page_aux=filled[1], row_aux=filled[2])
+
+    # Pages
+
+    def _take(self, columns: int) -> list[list[list[int]]]:
+        return [[[self.free.pop() for _ in range(columns)] for _ in range(self.shape[1])] for _ in range(self.shape[0])]
+
+    def _grow(self, row: int, tokens: int) -> list[tuple[int, int, int, int, int]]:
+        """Appends pages for `tokens` more; returns the table updates."""
+        record, updates = self.rows[row], []
+        record.length, record.seen, record.since = record.length + tokens, record.seen + tokens, record.since + tokens
+        for layer, heads in enumerate(record.pages):
+            for head, pages in enumerate(heads):
+                while len(pages) < self.geometry.pages(record.length):
+                    pages.append(self.free.pop())
                     updates.append((layer, head, row, len(pages) - 1, pages[-1]))
-        self.peak_pages = max(self.peak_pages, self.total - len(self.free))
         return updates
 
-    def _pack(self, updates: list, width: int) -> jnp.ndarray:
+    def _pack(self, updates: list, width: int) -> np.ndarray:
         array = np.zeros((width, 5), np.int32)
-        if updates:
-            array[: len(updates)] = updates
-        return jnp.asarray(array)
+        array[: len(updates)] = np.reshape(updates, (-1, 5))
+        return array
 
-    def _start(self, row: int) -> None:
-        self.rows[row] = Row(pages=[[[] for _ in range(self.shape[1])] for _ in range(self.shape[0])])
+    def _free(self, pages: Iterable) -> None:
+        self.free[:0] = np.ravel(list(pages)).tolist()
 
-    def release(self, row: int) -> None:
-        for layer in self.rows.pop(row).pages:
-            for pages in layer:
-                self.free.extend(pages)
+    def release(self, *rows: int) -> None:
+        """Gives the rows' pages back. The device is not told."""
+        for row in rows or tuple(self.rows):
+            self._free(self.rows.pop(row).pages)
 
-    def _maintain(self, row: int, phase: str) -> None:
-        record = self.rows[row]
-        kept = self.method.keep_count(self.method.params, phase, record.length)
-        if kept == record.length:
-            return
-        columns = self.geometry.pages(kept)
-        new = [[[int(self.free.pop()) for _ in range(columns)] for _ in range(self.shape[1])] for _ in range(self.shape[0])]
-        self.peak_pages = max(self.peak_pages, self.total - len(self.free))
-        inputs = steps.MaintainInputs(jnp.int32(row), jnp.asarray(new, jnp.int32), jnp.int32(record.since))
-        self.state = steps.maintain_step(self.statics, self.state, inputs, phase=phase, kept=kept)
-        for layer in record.pages:
-            for pages in layer:
-                self.free.extend(pages)
-        record.pages, record.length, record.since = new, kept, 0
+    def head_pages(self, row: int, layer: int, head: int) -> np.ndarray:
+        """Head-page ids of a row."""
+        pages = self.rows[row].pages[layer if self.shape[0] > 1 else 0][head if self.shape[1] > 1 else 0]
+        heads = self.geometry.num_kv_heads
+        if self.grain is Granularity.SEQUENCE:
+            pages = [(page * self.geometry.num_layers + layer) * heads + head for page in pages]
+        elif self.grain is Granularity.LAYER:
+            pages = [page * heads + head for page in pages]
+        return np.asarray(pages, np.int32)
 
-    def prefill(self, prompts: dict[int, list[int]], *, chunk: int = 64, last: bool = True, first: bool = True):
-        """Prefills several rows side by side in chunks; returns logits of each row's last token."""
-        todo = {row: list(tokens) for row, tokens in prompts.items()}
-        if first:
-            for row in prompts:
-                self._start(row)
-        started = set() if first else set(prompts)
-        logits = {}
-        while any(todo.values()):
-            rows = [row for row in todo if todo[row]]
-            tokens = np.zeros((len(prompts), chunk), np.int32)
-            table = np.zeros((len(prompts), 4), np.int32)
-            updates = []
-            ending = []
-            for i, row in enumerate(rows):
-                part, todo[row] = todo[row][:chunk], todo[row][chunk:]
-                tokens[i, : len(part)] = part
-                ends = last and not todo[row]
-                table[i] = row, len(part), row not in started, ends
-                started.add(row)
-                record = self.rows[row]
-                updates += self._columns(row, record.length + len(part))
-                record.length += len(part)
-                record.since += len(part)
-                if not todo[row]:
-                    ending.append((i, row))
-            width = len(prompts) * (self.geometry.pages(chunk) + 1) * int(np.prod(self.shape))
-            inputs = steps.PrefillInputs(
-                jnp.asarray(tokens), jnp.asarray(table), *self._greedy(len(prompts)), self._pack(updates, width)
-            )
-            self.state, out = steps.prefill_chunk(self.statics, self.weights, self.state, inputs)
-            for i, row in ending:
-                logits[row] = np.asarray(out.logits[i])
-                if last:
-                    self._maintain(row, "prompt")
-                    self.rows[row].since = 0
-        return logits
+    def all_head_pages(self, row: int) -> np.ndarray:
+        """Head-page ids of a row in all layers and heads, in order of the columns."""
+        geometry = self.geometry
+        pages = [
+            self.head_pages(row, layer, head)
+            for layer in range(geometry.num_layers)
+            for head in range(geometry.num_kv_heads)
+        ]
+        return np.stack(pages, axis=1).reshape(-1)
 
-    def decode(self, rows: list[int], tokens: list[int] | None = None, bucket: int | None = None):
-        """One step for each row; returns (logits [rows, vocab], sampled tokens)."""
-        bucket = bucket or len(rows)
-        table = np.zeros((bucket, 2), np.int32)
-        table[:, 1] = -1
-        updates = []
-        for i, row in enumerate(rows):
-            table[i, 0] = row
-            if tokens is not None:
-                table[i, 1] = tokens[i]
-            updates += self._columns(row, self.rows[row].length + 1)
-            self.rows[row].length += 1
-            self.rows[row].since += 1
-        width = bucket * int(np.prod(self.shape))
-        inputs = steps.DecodeInputs(jnp.asarray(table), *self._greedy(bucket), self._pack(updates, width))
-        self.state, out = steps.decode_step(self.statics, self.weights, self.state, inputs)
-        for row in rows:
-            self._maintain(row, "token")
-        packed = np.asarray(out.packed)
-        assert packed[: len(rows), 1].all(), "non-finite logits"
-        return np.asarray(out.logits)[: len(rows)], packed[: len(rows), 0]
-
-    def generate(self, row: int, prompt: list[int], count: int, *, chunk: int = 64):
-        """Greedy tokens and the logits that chose them."""
-        logits = [self.prefill({row: prompt}, chunk=chunk)[row]]
-        tokens = [int(logits[0].argmax())]
-        for _ in range(count - 1):
-            found, sampled = self.decode([row])
-            logits.append(found[0])
-            tokens.append(int(sampled[0]))
-        return tokens, np.stack(logits)
+    def stored(self, name: str, row: int, layer: int = 0, head: int = 0) -> np.ndarray:
+        """The resident rows of a pool array."""
+        pages = np.asarray(self.state.pools[name])[self.head_pages(row, layer, head)]
+        return pages.reshape(-1, *pages.shape[2:])[: self.rows[row].length]
 
     def positions(self, row: int, layer: int = 0, head: int = 0) -> np.ndarray:
         """Logical positions of the rows that a head keeps."""
-        record = self.rows[row]
-        length = record.length
-        pages = record.pages[layer if self.shape[0] > 1 else 0][head if self.shape[1] > 1 else 0]
-        geometry = self.geometry
-        if self.grain is Granularity.SEQUENCE:
-            heads = [(page * geometry.num_layers + layer) * geometry.num_kv_heads + head for page in pages]
-        elif self.grain is Granularity.LAYER:
-            heads = [page * geometry.num_kv_heads + head for page in pages]
-        else:
-            heads = pages
-        return np.asarray(self.state.pools["positions"])[np.asarray(heads, int)].reshape(-1)[:length]
+        return self.stored(POSITIONS, row, layer, head)
 
-    @staticmethod
-    def _greedy(batch: int):
-        ints = np.zeros((batch, len(INT_COLUMNS)), np.int32)
-        ints[:, INT_COLUMNS.index("logprobs")] = -1
-        floats = np.zeros((batch, len(FLOAT_COLUMNS)), np.float32)
-        floats[:, FLOAT_COLUMNS.index("top_p")] = 1
-        floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1
-        return jnp.asarray(ints), jnp.asarray(floats)
+    def check(self) -> None:
+        """The host's integers are the device's, and every page has one owner."""
+        lengths = np.asarray(self.state.lengths[self.grain.value])
+        table = np.asarray(self.state.tables[self.grain.value])
+        owned = list(self.free)
+        for row, record in self.rows.items():
+            assert (lengths[:, :, row] == record.length).all(), (row, lengths[:, :, row], record.length)
+            assert int(self.state.positions[row]) == record.seen
+            columns = self.geometry.pages(record.length)
+            np.testing.assert_array_equal(table[:, :, row, :columns], record.pages)
+            owned += np.ravel(record.pages).tolist()
+        assert len(owned) == len(self.all_pages)
+        assert set(owned) == self.all_pages
+        assert not lengths[:, :, 0].any()
+        assert not table[:, :, 0].any()
+
+    # Steps
+
+    def _maintain(self, row: int, phase: str) -> None:
+        record = self.rows[row]
+        kept = int(self.method.kept_after(phase, np.array([record.length]))[0])  # type: ignore[arg-type]
+        if kept == record.length:
+            return
+        new = self._take(self.geometry.pages(kept))
+        inputs = steps.MaintainInputs(np.int32(row), np.asarray(new, np.int32), np.int32(record.since))  # type: ignore[arg-type]
+        self.state = run(steps.maintain_step, self.statics, self.state, inputs, phase=phase, kept=kept)
+        self._free(record.pages)
+        record.pages, record.length, record.since = new, kept, 0
+
+    def prefill(
+        self,
+        prompts: dict[int, list[int]],
+        *,
+        pieces: Sequence[int] = (),
+        first: bool = True,
+        order: Sequence[int] | None = None,
+    ) -> dict[int, np.ndarray]:
+        """Appends prompts to rows side by side; returns the logits of each row's last token.
+
+        Args:
+          prompts: tokens by row.
+          pieces: sizes of the first chunks; whatever is left comes in chunks as large as the program takes.
+          first: the rows are new; False continues them.
+          order: in which the rows stand in the batch.
+        """
+        todo = {row: list(prompts[row]) for row in order or prompts}
+        for row in prompts:
+            if first:
+                self.rows[row] = Row(self._take(0))
+            self.rows[row].since = 0
+        opening, sizes, logits = set(prompts) if first else set(), iter(pieces), {}
+        while any(todo.values()):
+            size = next(sizes, self.chunk)
+            rows = [row for row in todo if todo[row]]
+            tokens, table = np.zeros((self.num_rows, self.chunk), np.int32), np.zeros((self.num_rows, 4), np.int32)
+            updates = []
+            for i, row in enumerate(rows):
+                part, todo[row] = todo[row][:size], todo[row][size:]
+                tokens[i, : len(part)] = part
+                table[i] = row, len(part), row in opening, not todo[row]
+                updates += self._grow(row, len(part))
+            opening -= set(rows)
+            width = self.num_rows * (self.geometry.pages(self.chunk) + 1) * int(np.prod(self.shape))
+            ints, floats = steps.greedy_inputs(self.num_rows)
+            inputs = steps.PrefillInputs(tokens, table, ints, floats, self._pack(updates, width))  # type: ignore[arg-type]
+            self.state, out = run(_prefill, self.statics, self.weights, self.state, inputs)
+            for i, row in enumerate(rows):
+                if todo[row]:
+                    self._maintain(row, "chunk")
+                    continue
+                logits[row] = np.asarray(out.logits[i])
+                self._maintain(row, "prompt")
+                self.rows[row].since = 0
+        return logits
+
+    def decode(self, rows: Sequence[int], tokens: Sequence[int] | None = None, *, padding: int = 0) -> np.ndarray:
+        """Appends one token to each row: `tokens`, or what was sampled. Returns logits [rows, vocab].
+
+        `padding` puts that many null rows before the others.
+        """
+        table = np.full((self.num_rows, 2), (0, -1), np.int32)
+        updates = []
+        for i, row in enumerate(rows):
+            table[padding + i] = row, -1 if tokens is None else tokens[i]
+            updates += self._grow(row, 1)
+        ints, floats = steps.greedy_inputs(self.num_rows)
+        packed = self._pack(updates, self.num_rows * int(np.prod(self.shape)))
+        inputs = steps.DecodeInputs(table, ints, floats, packed)  # type: ignore[arg-type]
+        self.state, out = run(_decode, self.statics, self.weights, self.state, inputs)
+        for row in rows:
+            self._maintain(row, "token")
+        self.outputs = np.asarray(out.packed)[padding : padding + len(rows)]
+        return np.asarray(out.logits)[padding : padding + len(rows)]
+
+    def generate(self, row: int, prompt: list[int], count: int, *, pieces: Sequence[int] = ()) -> np.ndarray:
+        """Prefills, then decodes greedily: logits [count, vocab] of the last prompt token and the next ones."""
+        logits = [self.prefill({row: prompt}, pieces=pieces)[row]]
+        logits += [self.decode([row])[0] for _ in range(count - 1)]
+        return np.stack(logits)
+
+    # Rows on the move
+
+    def fork(self, source: int, target: int) -> None:
+        """Makes `target` a copy of `source` on pages of its own."""
+        record = self.rows[source]
+        pages = self._take(self.geometry.pages(record.length))
+        self.rows[target] = Row(pages, record.length, record.seen, record.since)
+        updates = [
+            (layer, head, target, column, pages[layer][head][column])
+            for layer in range(self.shape[0])
+            for head in range(self.shape[1])
+            for column in range(len(pages[0][0]))
+        ]
+        packed = self._pack(updates, self.geometry.max_pages * int(np.prod(self.shape)))
+        args = (self.state, np.int32(source), np.int32(target), packed)
+        self.state = run(steps.fork_row, *args, granularity=self.grain.value)
+        ids = [self._padded(self.all_head_pages(row)) for row in (source, target)]
+        self.state = run(steps.copy_pages, self.state, *ids)
+
+    def _padded(self, head_pages: np.ndarray) -> np.ndarray:
+        out = np.zeros(self.geometry.max_pages * self.geometry.head_pages_per_sequence_page, np.int32)
+        out[: len(head_pages)] = head_pages
+        return out
+
+    def swap_out(self, row: int) -> tuple[Row, Any, Any]:
+        """A row and its pages on the host; the row is released."""
+        state = run(steps.export_row_state, self.state, np.int32(row), granularity=self.grain.value)
+        pages = run(steps.export_rows, self.state, self._padded(self.all_head_pages(row)))
+        record = copy.deepcopy(self.rows[row])
+        self.release(row)
+        return record, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, pages)
+
+    def swap_in(self, row: int, swapped: tuple[Row, Any, Any]) -> None:
+        """Brings a row back under any id, on fresh pages."""
+        record, row_state, exported = swapped
+        pages = self._take(self.geometry.pages(record.length))
+        self.rows[row] = dataclasses.replace(record, pages=pages)
+        ids = self._padded(self.all_head_pages(row))
+        self.state = run(steps.import_rows, self.state, ids, exported)
+        table = np.zeros((*self.shape, self.geometry.max_pages), np.int32)
+        table[:, :, : len(pages[0][0])] = pages
+        args = (self.state, np.int32(row), row_state, table)
+        self.state = run(steps.import_row_state, *args, granularity=self.grain.value)

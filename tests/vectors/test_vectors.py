@@ -66,11 +66,11 @@ def test_streamingllm_keeps(name, granularity):
 @pytest.mark.parametrize("name", ["decode_trace_ratio_2.0", "decode_trace_ratio_1.0"])
 def test_streamingllm_decode_trace(name):
     case = cases("streamingllm")[name]
-    session = Session("streamingllm", params=case["params"], page_size=4, max_len=32, num_rows=2)
+    session = Session("streamingllm", params=case["params"])
     prompt = case["inputs"]["prompt_tokens"]
     for entry in case["expected"]["trace"]:
         if entry["step"] == 0:
-            session.prefill({1: list(range(1, prompt + 1))}, chunk=16)
+            session.prefill({1: list(range(1, prompt + 1))})
         else:
             before = session.rows[1].length
             session.decode([1])

@@ -1,0 +1,133 @@
+"""Every method, storage and composition that discovery finds, with knobs small enough for a tiny model.
+
+A new method takes part in all contract tests once its knobs stand in `KNOBS` (or in `DEFAULTS_ARE_FINE`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax import registry
+from sparsejax.errors import MethodError
+from sparsejax.method import Method
+from tests.core.harness import Session
+
+KNOBS: dict[str, Any] = {
+    "sink_keep_tokens": 2,
+    "recent_keep_tokens": 5,
+    "decode_keep_tokens": 6,
+    "observation_window_size": 4,
+    "snapkv_decode_eviction": True,
+    "decode_eviction_interval": 8,
+    "streamingllm_decode_trigger_ratio": 3.0,
+    "quest_chunk_size": 4,
+    "quest_skip_layers": 1,
+}
+"""Small values by knob name."""
+
+DEFAULTS_ARE_FINE = {
+    "sparse_prefill_score_mode",
+    "softmax_domain",
+    "pool_kernel_size",
+    "pool_type",
+    "head_mode",
+    "quest_select_scope",
+    "fp8_kv_scale_mode",
+    "fp8_kv_scale_path",
+}
+"""Knobs that are modes, not sizes."""
+
+PER_HEAD = "snapkv(head_mode=per_kv_head,sparse_prefill_score_mode=probability,pool_kernel_size=3)"
+
+
+def small(composition: str) -> dict[str, Any]:
+    """The knobs of `KNOBS` that members of a composition have."""
+    names = {name.partition("(")[0] for name in composition.split("+")}
+    knobs = registry.method_params()
+    return {knob: value for knob, value in KNOBS.items() if any(owner in names for owner, _ in knobs.get(knob, ()))}
+
+
+def _allowed(composition: str) -> bool:
+    try:
+        registry.resolve(composition, small(composition))
+    except MethodError:
+        return False
+    return True
+
+
+def methods() -> list[str]:
+    """Single methods and all allowed pairs and triples of different axes."""
+    entries = [entry for entry in registry.available().values() if entry.kind == "method"]
+    order = ("none", "retention", "selection", "prefill")
+    entries.sort(key=lambda entry: order.index(entry.axis))
+    found = [entry.name for entry in entries]
+    acting = [entry for entry in entries if entry.axis != "none"]
+    for size in (2, 3):
+        for group in itertools.combinations(acting, size):
+            name = "+".join(entry.name for entry in group)
+            if len({entry.axis for entry in group}) == size and _allowed(name):
+                found.append(name)
+    return found
+
+
+def storages() -> list[str]:
+    return [name for name, entry in registry.available().items() if entry.kind == "storage"]
+
+
+METHODS = [*methods(), PER_HEAD]
+COMPOSITIONS = [
+    name if storage == registry.DEFAULT_STORAGE else f"{name}+{storage}" for name in METHODS for storage in storages()
+]
+EVICTING = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].evicts]
+
+
+SELECTED: list[tuple[int, np.ndarray, np.ndarray]] = []
+"""What `Recorded` saw: layer, head-pages [batch, kv_heads, columns], rows to read [batch, kv_heads]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A `select` hook that also tells the host what it selected."""
+
+    select: Any
+
+    def __call__(self, params, context):
+        selection = self.select(params, context)
+        view = selection.view
+        jax.debug.callback(
+            lambda *seen: SELECTED.append((int(seen[0]), *(np.asarray(x) for x in seen[1:]))),
+            context.layer,
+            view.head_pages(0, view.table.shape[2]),
+            view.lengths,
+        )
+        return selection
+
+
+def start(composition: str, **options: Any) -> Session:
+    """A fresh session; programs are shared by all that differ in content only."""
+    params = small(composition)
+    select = registry.resolve(composition, params)[0].select
+    return Session(composition, params=params, select=select and Recorded(select), **options)
+
+
+def dense_with_storage_of(composition: str) -> str:
+    """The dense method on the same storage."""
+    storage = registry.resolve(composition, small(composition))[1].name
+    return registry.DEFAULT_METHOD if storage == registry.DEFAULT_STORAGE else f"{registry.DEFAULT_METHOD}+{storage}"
+
+
+def budget(method: Method) -> int:
+    """The longest row for which the method does nothing, at most 24."""
+    geometry = Session(page_size=4).geometry
+
+    def untouched(length: int) -> bool:
+        phases = ("chunk", "prompt", "token")
+        kept = all(int(method.kept_after(phase, np.array([length]))[0]) == length for phase in phases)
+        return kept and method.rows_read(length, geometry) == length
+
+    return next(length - 1 for length in range(1, 26) if length == 25 or not untouched(length))

@@ -1,0 +1,68 @@
+"""A whole forward pass without cache or pages: dense attention over keys and values as a storage gives them back."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.geometry import Geometry
+from sparsejax.models.registry import get_architecture
+from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.storage import Storage
+from tests.core.harness import Session
+from tests.models.full_attention import dense_attention
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _logits(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Weights, tokens, mask) -> jax.Array:
+    architecture = get_architecture(spec.architecture)
+    x = architecture.embed(spec, weights, tokens)
+    for layer in range(spec.num_layers):
+
+        def attend(q, k, v, layer=layer):
+            payload = storage.encode(storage.params, geometry, jnp.int32(layer), k, v)
+            tiles = {name: jnp.moveaxis(rows, 1, 0)[None] for name, rows in payload.items()}
+            stored = storage.load_tile(storage.params, geometry, tiles, jnp.int32(layer))
+            k, v = (jnp.moveaxis(rows[0], 0, 1) for rows in stored)
+            return dense_attention(q, k, v, mask[layer], geometry.scale)
+
+        positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        x = architecture.layer(spec, weights["layers"][layer], x, positions, attend)
+    return architecture.logits(spec, weights, x)
+
+
+class Reads:
+    """Which keys each query of a sequence may read, noted while a session runs.
+
+    Attributes:
+      tokens: the sequence so far.
+      mask: bool [layers, kv_heads, max_len, max_len].
+    """
+
+    def __init__(self, session: Session) -> None:
+        geometry = session.geometry
+        size = geometry.max_model_len
+        self.session = session
+        self.tokens: list[int] = []
+        self.mask = np.zeros((geometry.num_layers, geometry.num_kv_heads, size, size), bool)
+
+    def appended(self, tokens: list[int], resident: dict[tuple[int, int], np.ndarray]) -> None:
+        """New queries see the rows that are `resident` per (layer, head), themselves and each other, causally."""
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        self.tokens += tokens
+        for (layer, head), positions in resident.items():
+            self.mask[layer, head, start:end, positions] = True
+            self.mask[layer, head, start:end, start:end] = np.tri(len(tokens), dtype=bool)
+
+    def logits(self) -> np.ndarray:
+        """float32 [tokens so far, vocab]: everything recomputed from the start."""
+        session = self.session
+        size = session.geometry.max_model_len
+        padded = np.zeros(size, np.int32)
+        padded[: len(self.tokens)] = self.tokens
+        mask = self.mask | np.eye(size, dtype=bool)  # padding must see something
+        arguments = (session.spec, session.geometry, session.storage, session.weights)
+        return np.asarray(_logits(*arguments, jnp.asarray(padded), jnp.asarray(mask)))[: len(self.tokens)]
