@@ -1,115 +1,27 @@
-"""What runs next: admission, decode, bounded prefill, eviction, preemption, and the delivery of tokens.
+"""What runs next: admission, decode, bounded prefill, and the delivery of tokens.
 
 One iteration submits one decode program per method group and at most one prefill program; up to `max_inflight_steps`
 iterations are under way before the oldest is collected. The device keeps each row's last token, so a step never waits
 for the tokens of the one before; what a row turns out not to need (after end-of-sequence) is dropped on collection.
-
-Submission order is execution order. So eviction frees pages, preemption frees rows and a finished choice leaves its
-row at once, even while programs that used them are still running; only events wait for the device.
-
-Every unfinished choice is in exactly one of `waiting`, `running`, `swapped`, or has its last token in flight.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from sparsejax.admission import admissible
-from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
-from sparsejax.errors import CacheTooSmallError, QueueTimeoutError, RequestError
-from sparsejax.launches import Launches, RunnerError, call_runner
-from sparsejax.memory import Memory, SwapSpace
-from sparsejax.metrics import EngineMetrics
-from sparsejax.plans import DecodeRow, ForkRow, MaintainRow, PrefillRow, Runner, StepResult, Ticket
-from sparsejax.prefill import Bucket, PrefillPlanner
-from sparsejax.request import FinishReason, Request, TokenEvent, TokenLogprob
-from sparsejax.rows import Group, Sequence, State
-from sparsejax.settings import EngineSettings
-
-log = logging.getLogger("sparsejax.engine")
+from sparsejax.cache.pages import IntegrityError
+from sparsejax.errors import QueueTimeoutError, RequestError
+from sparsejax.launches import call_runner
+from sparsejax.lifecycle import Lifecycle, age, log
+from sparsejax.plans import DecodeRow, PrefillRow, StepResult, Ticket
+from sparsejax.prefill import Bucket
+from sparsejax.request import TokenEvent, TokenLogprob
+from sparsejax.rows import Sequence, State
 
 
-class Scheduler:
-    """The engine's state machine, without a thread. Everything but `prepare` belongs to the engine thread.
-
-    Args:
-      runner: executes plans.
-      settings: limits and targets.
-      metrics: counters to feed.
-      clock: seconds, monotonic.
-
-    Attributes:
-      groups: unfinished requests by id.
-      waiting, swapped: choices without a row.
-      running: choices that own a row, oldest admission first.
-      on_admitted, on_finished: called when a request's first choice gets a row, and when its last one ends.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        settings: EngineSettings | None = None,
-        metrics: EngineMetrics | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.runner = runner
-        self.limits = runner.limits
-        self.settings = settings or EngineSettings()
-        self.metrics = metrics or EngineMetrics()
-        self.clock = clock
-        self.memory = Memory(self.limits)
-        self.swap = SwapSpace(self.settings.swap_bytes)
-        self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
-        self.launches = Launches(clock)
-        self.groups: dict[str, Group] = {}
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.swapped: list[Sequence] = []
-        self.step_number = 0
-        self.num_preemptions = 0
-        self.num_evicted_pages = 0
-        self.on_admitted: Callable[[Group], None] = lambda group: None
-        self.on_finished: Callable[[Group], None] = lambda group: None
-        self._mean_output_tokens = float(self.settings.decode_window_tokens)
-        self._broken: list[str] = []  # requests whose consumer raised
-        self._stuck = 0  # iterations without progress while nothing was in flight
-
-    def prepare(self, request: Request, on_event: Callable[[TokenEvent], None]) -> Group:
-        """Checks a request against fixed limits; safe in any thread. Raises RequestError."""
-        return admissible(request, self.limits, self.memory, self.planner.max_chunk, on_event)
-
-    def add(self, group: Group) -> None:
-        """Queues a prepared request."""
-        self.groups[group.request_id] = group
-        self.waiting.extend(group.choices)
-
-    def cancel(self, request_id: str) -> None:
-        """Ends every unfinished choice as "cancelled". Unknown and finished requests are left alone."""
-        group = self.groups.get(request_id)
-        for seq in group.choices if group else ():
-            self._finish(seq, "cancelled")
-
-    def stop(self, request_id: str, index: int) -> None:
-        """Ends one choice as "stop": its consumer saw a stop string."""
-        group = self.groups.get(request_id)
-        if group and 0 <= index < len(group.choices):
-            self._finish(group.choices[index], "stop")
-
-    def fail_all(self, error: Exception) -> None:
-        """Ends everything with an error event. The device is not touched any more, and the books may be wrong."""
-        self.launches.clear()
-        for group in list(self.groups.values()):
-            for seq in group.choices:
-                try:
-                    self._finish(seq, "error", error=error)
-                except Exception:
-                    log.exception("cleanup of request %s failed", group.request_id)
+class Scheduler(Lifecycle):
+    """The engine's state machine, without a thread. Everything but `prepare` belongs to the engine thread."""
 
     @property
     def busy(self) -> bool:
@@ -141,8 +53,6 @@ class Scheduler:
         self._broken.clear()
         return self.busy
 
-    # Waiting and memory pressure.
-
     def _expire(self) -> None:
         """Ends requests that waited too long without any choice being admitted."""
         now = self.clock()
@@ -163,22 +73,9 @@ class Scheduler:
             return
         self._stuck = 0
         live = (seq for group in self.groups.values() for seq in group.choices if seq.state is not State.FINISHED)
-        seq = min(live, key=_age)
+        seq = min(live, key=age)
         log.error("request %s can make no progress on an idle engine", seq.group.request_id)
         self._finish(seq, "error", error=self._no_room(seq, "the request"))
-
-    def _no_room(self, seq: Sequence, purpose: str) -> CacheTooSmallError:
-        free = self.memory.pool.free_pages(seq.group.facts.granularity)
-        held = seq.pages.count if seq.pages else 0
-        return CacheTooSmallError(
-            f"{purpose} finds no room in the cache: {held} pages held, {seq.reserved_pages} reserved, {free} free, "
-            "and nothing can be swapped out"
-        )
-
-    def _window(self) -> int:
-        """Tokens to promise ahead: about what requests have been generating."""
-        low, high = self.settings.min_decode_window_tokens, self.settings.max_decode_window_tokens
-        return int(min(max(self._mean_output_tokens, low), high))
 
     def _renew_windows(self) -> None:
         """Promises every decoding row its next tokens, oldest first.
@@ -186,7 +83,7 @@ class Scheduler:
         Under pressure promises shrink to the next step before anybody loses a place.
         """
         window, tight = self._window(), False
-        for seq in sorted(self.running, key=_age):
+        for seq in sorted(self.running, key=age):
             while seq.row and seq.state is State.DECODE and self.memory.must_renew(seq):
                 if self.memory.reserve(seq, window, 1):
                     break
@@ -195,54 +92,6 @@ class Scheduler:
                 else:
                     self.memory.tighten()
                     window, tight = self.limits.geometry.page_size, True
-
-    def _relieve(self, seq: Sequence, purpose: str) -> None:
-        """Frees pages by swapping somebody out. If there is nobody, `seq` can't go on and ends."""
-        victim = self._victim()
-        if victim is not None:
-            self._preempt(victim)
-        else:
-            self._finish(seq, "error", error=self._no_room(seq, purpose))
-
-    def _victim(self) -> Sequence | None:
-        """Whom to swap out: never the oldest, so that somebody always gets done; else the newest that can be swapped.
-
-        When swap space is short, rows that can be rebuilt in prompt chunks go before those that retrace their steps.
-        """
-        rows = sorted(self.running, key=_age)[1:]
-        costs = {id(seq): (not self._swappable(seq), not self._swappable(seq) and not _chunkable(seq)) for seq in rows}
-        return min(reversed(rows), key=lambda seq: costs[id(seq)], default=None)
-
-    def _swappable(self, seq: Sequence) -> bool:
-        return self.swap.has_room(seq.group.method, seq.pages.count if seq.pages else 0)
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Takes row and pages away. The state goes to host memory if it fits there, else it is recomputed later."""
-        assert seq.pages is not None
-        seq.preemptions += 1
-        seq.served_s = self.clock()
-        self.num_preemptions += 1
-        self.metrics.num_preemptions.inc()
-        if seq.computed and self._swappable(seq):
-            table = seq.pages.padded(-1)
-            with contextlib.suppress(RequestError):  # a row that the runner can't export is rebuilt
-                swapped = call_runner(self.runner.export_row, seq.group.method, seq.row, table)
-                if self.swap.put(seq.group.method, seq.pages.count, swapped.nbytes):
-                    seq.swapped, seq.swapped_lengths = swapped, seq.pages.lengths.copy()
-        if seq.swapped is not None:
-            seq.state = State.SWAPPED
-            self.swapped.append(seq)
-        else:
-            # Tokens that are in flight still count when they arrive: the same seed and position sample them again.
-            seq.rebuilt = seq.rebuilt or seq.computed > 0
-            seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if _chunkable(seq) else 0)
-            seq.computed = seq.dispatched = 0
-            seq.phase_due = None
-            seq.state = State.WAITING
-            self.waiting.append(seq)
-        self.running.remove(seq)
-        self.memory.release(seq)
-        log.info("request %s preempted (%s)", seq.group.request_id, seq.state.value)
 
     # Decode.
 
@@ -323,7 +172,7 @@ class Scheduler:
         if self.memory.free_rows:
             queue += self.swapped
             queue += [seq for seq in self.waiting if seq.leader is None]
-        queue.sort(key=lambda seq: (-self._urgency(seq, now), _age(seq)))
+        queue.sort(key=lambda seq: (-self._urgency(seq, now), age(seq)))
         candidates: list[Sequence] = []
         restored = closed = False
         for seq in queue:
@@ -350,106 +199,7 @@ class Scheduler:
         short = seq.prefill_len - seq.computed <= self.planner.max_chunk
         return rank + short + (now - seq.served_s) / self.settings.starvation_bound_s
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Gives a waiting or swapped-out choice a row, if there is room for it and its decode window."""
-        # Those who were preempted before must have room for longer, so nobody is swapped in and out for ever.
-        window = self._window() << min(seq.preemptions, 16)
-        if not self.memory.admit(seq, window, window if self.running else 1):
-            return False
-        group = seq.group
-        (self.waiting if seq.swapped is None else self.swapped).remove(seq)
-        self._seat(seq)
-        if seq.swapped is not None:
-            swapped, seq.swapped = seq.swapped, None
-            self.swap.take(swapped.nbytes)
-            assert seq.pages is not None
-            call_runner(self.runner.import_row, group.method, seq.row, seq.pages.padded(-1), swapped)
-        return True
-
-    def _seat(self, seq: Sequence) -> None:
-        """A choice got a row."""
-        group = seq.group
-        seq.state = State.DECODE if seq.prefilled else State.PREFILL
-        self.running.append(seq)
-        if seq.admitted_s is None:
-            first = not group.started
-            seq.admitted_s = self.clock()
-            self.metrics.request_queue_time_seconds.observe(seq.admitted_s - group.request.arrival_s)
-            if first:
-                self.on_admitted(group)
-        call_runner(self.runner.setup_row, seq.row, group.request.params.logit_bias, group.end_stop_ids)
-
-    # Between steps.
-
-    def _after_step(self, seq: Sequence) -> None:
-        if seq.row and seq.exhausted:
-            self._leave(seq)  # the last token is under way: nothing will read this row again
-        else:
-            self._settle(seq)
-
-    def _settle(self, seq: Sequence) -> None:
-        """Carries out what is due before the row may go on: maintenance, then forks."""
-        if seq.row and seq.phase_due:
-            self._guard(seq, self._maintain)
-        if seq.row and not seq.phase_due and 0 < seq.computed == seq.group.fork_at:
-            for choice in seq.group.choices:
-                if choice.leader is seq:
-                    choice.leader = None
-                    self._guard(choice, lambda target: self._fork(seq, target))
-
-    def _maintain(self, seq: Sequence) -> None:
-        """Evicts if the method says so. Pages return to the pool at once."""
-        pages, facts, phase = seq.pages, seq.group.facts, seq.phase_due
-        assert pages is not None
-        assert phase is not None
-        kept = self.memory.kept(facts, phase, pages.lengths)
-        if kept is not None:
-            while self.memory.pool.free_pages(facts.granularity) < pages.columns_of(kept).sum():
-                self._relieve(seq, "a compaction")
-                if not seq.row:
-                    return  # swapped out; `phase_due` stays and is carried out before the next step
-
-            def submit(table: np.ndarray) -> None:
-                plan = MaintainRow(seq.row, "evict", phase, pages.lengths.copy(), kept, table, seq.computed)
-                call_runner(self.runner.maintain, seq.group.method, plan)
-
-            freed = pages.compact(kept, submit)
-            self.num_evicted_pages += freed
-            self.metrics.pages_evicted.inc(freed)
-            self.metrics.maintenance_steps.inc(kind="evict")
-            self.memory.shrink(seq)
-        seq.phase_due = None
-
-    def _fork(self, source: Sequence, target: Sequence) -> None:
-        """Starts a choice as a copy of another. If there is no room now, it waits and prefills on its own."""
-        if target.state is not State.WAITING:
-            return
-        copies = self.memory.fork(source, target, self._window())
-        if copies is None:
-            return
-        assert target.pages is not None
-        self.waiting.remove(target)
-        self._seat(target)
-        plan = ForkRow(source.row, target.row, target.pages.updates(), copies)
-        call_runner(self.runner.fork, target.group.method, plan)
-
-    # Submission.
-
-    def _guard(self, seq: Sequence, work: Callable[[Sequence], Any]) -> Any:
-        """Works on behalf of one choice. What goes wrong there ends that choice only; then None is returned."""
-        try:
-            return work(seq)
-        except (RunnerError, IntegrityError, PageError):
-            raise
-        except PoolExhaustedError as error:  # the method understated what it needs
-            if seq.row and len(self.running) > 1:
-                self._preempt(seq)
-            else:
-                self._finish(seq, "error", error=error)
-        except Exception as error:
-            log.exception("request %s failed while it was scheduled", seq.group.request_id)
-            self._finish(seq, "error", error=error)
-        return None
+    # Submission and collection.
 
     def _plan(self, seqs: list[Sequence], plan_row: Callable[[Sequence], Any]) -> list[tuple[Sequence, Any]]:
         plans = ((seq, self._guard(seq, plan_row)) for seq in seqs)
@@ -477,7 +227,11 @@ class Scheduler:
         self.metrics.iteration_tokens_total.observe(sum(len(p.tokens) for _, p in planned) if bucket else len(planned))
         return [seq for seq, _ in planned]
 
-    # Collection.
+    def _after_step(self, seq: Sequence) -> None:
+        if seq.row and seq.exhausted:
+            self._leave(seq)  # the last token is under way: nothing will read this row again
+        else:
+            self._settle(seq)
 
     def _collect(self) -> None:
         """Takes the oldest program's results, waiting for them if need be, and tells the consumers."""
@@ -512,94 +266,6 @@ class Scheduler:
             self._finish(seq, "length", (token,), logprobs)
         else:
             self._emit(group, TokenEvent(group.request_id, seq.index, (token,), logprobs))
-
-    def note_usage(self, seq: Sequence) -> None:
-        """Records what the row holds and reads, for stats."""
-        if seq.pages is not None:
-            seq.resident_tokens = seq.pages.length
-            seq.read_tokens = seq.group.facts.rows_read(seq.resident_tokens, self.limits.geometry)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Takes the choice off its row, if it has one."""
-        if seq.row:
-            self.note_usage(seq)
-            self.running.remove(seq)
-        self.memory.release(seq)
-
-    def _finish(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        stop_reason: int | None = None,
-        error: Exception | None = None,
-    ) -> None:
-        """Ends a choice wherever it is: everything it owned is free, and its last event is out. Idempotent."""
-        if seq.state is State.FINISHED:
-            return
-        group = seq.group
-        for queue in (self.waiting, self.swapped):
-            if seq in queue:
-                queue.remove(seq)
-        if seq.swapped is not None:
-            self.swap.take(seq.swapped.nbytes)
-            seq.swapped = None
-        try:
-            self._leave(seq)
-        finally:
-            seq.state = State.FINISHED
-            self._stuck = 0
-            self._promote_follower(seq)
-            stats = seq.stats(self.clock())
-            if seq.output:
-                self._mean_output_tokens += 0.1 * (len(seq.output) - self._mean_output_tokens)
-            self.metrics.finished(group.request, seq.index, reason, stats)
-            event = TokenEvent(group.request_id, seq.index, tokens, logprobs, reason, stop_reason, error, stats)
-            self._emit(group, event)
-            if group.finished:
-                del self.groups[group.request_id]
-                self.on_finished(group)
-
-    def _promote_follower(self, seq: Sequence) -> None:
-        """The choice that others wait to fork from is gone: the first of them takes its part."""
-        followers = [choice for choice in seq.group.choices if choice.leader is seq]
-        for follower in followers:
-            follower.leader = None if follower is followers[0] else followers[0]
-
-    def _emit(self, group: Group, event: TokenEvent) -> None:
-        try:
-            group.on_event(event)
-        except Exception:
-            log.exception("the consumer of request %s failed; the request is cancelled", group.request_id)
-            self._broken.append(group.request_id)
-
-    def check_integrity(self) -> None:
-        """Re-adds rows, pages and queues; raises IntegrityError."""
-        self.memory.check_integrity()
-        if sorted(map(id, self.running)) != sorted(map(id, self.memory.holders.values())):
-            raise IntegrityError("the running choices are not the owners of the rows")
-        queued = {id(seq) for seq in (*self.waiting, *self.swapped, *self.running)}
-        if len(queued) != len(self.waiting) + len(self.swapped) + len(self.running):
-            raise IntegrityError("a choice is in two queues")
-        live = {id(s) for group in self.groups.values() for s in group.choices if s.state is not State.FINISHED}
-        if queued - live:
-            raise IntegrityError("a finished choice is still queued")
-        if live - queued - {id(seq) for launch in self.launches for seq, _ in launch.rows}:
-            raise IntegrityError("a choice is lost: neither queued, nor on a row, nor in flight")
-        if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
-            raise IntegrityError("the swap space is miscounted")
-
-
-def _age(seq: Sequence) -> tuple[float, str, int]:
-    """Sorts oldest request first."""
-    return seq.group.request.arrival_s, seq.group.request_id, seq.index
-
-
-def _chunkable(seq: Sequence) -> bool:
-    """Output can be recomputed in prompt chunks with the same result: nothing was evicted, nothing counts it apart."""
-    params = seq.group.request.params
-    return not seq.group.facts.evicts and not params.presence_penalty and not params.frequency_penalty
 
 
 def _logprobs(seq: Sequence, result: StepResult, i: int) -> tuple[TokenLogprob, ...] | None:

@@ -699,3 +699,65 @@ def test_a_method_that_understates_its_peak_is_held_anyway() -> None:
     for i in ids:
         assert bench.reason(i) in ("length", "error")
     bench.check_done(ids[0])
+
+
+# Several choices of one prompt.
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_choices_share_the_prompt_and_sample_apart(method: str) -> None:
+    bench = Bench()
+    a = bench.submit(41, 30, method, n=4)
+    bench.run()
+    bench.check_done(a)
+    assert len({tuple(bench.tokens(a, index)) for index in range(4)}) == 4
+    assert bench.runner.calls["fork"] == 3
+    assert bench.last(a).stats.prompt_tokens == 41
+
+
+def test_forked_choices_hold_the_prompt_once() -> None:
+    bench = Bench(num_rows=8)
+    a = bench.submit(41, 4, n=8)
+    bench.step(2)
+    pool = bench.scheduler.memory.pool
+    assert len(bench.scheduler.running) == 8
+    used = (pool.num_head_pages - pool.free_head_pages) // 4
+    begun = sum(seq.prefilled for seq in bench.scheduler.running)
+    assert begun > 1
+    assert used == 10 + begun, "ten full pages together, and one for each that went on"
+    bench.run()
+    bench.check_done(a)
+
+
+def test_choices_without_room_to_fork_come_later_on_their_own() -> None:
+    bench = Bench(num_rows=2, num_sequence_pages=30)
+    a = bench.submit(40, 20, n=5)
+    bench.run()
+    bench.check_done(a)
+    assert bench.runner.calls["fork"] == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (3, 0), (0, 3), (1, 2), (0, 2)])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
+def test_choices_outlive_the_one_they_wait_for(order: tuple[int, int], steps: int) -> None:
+    bench = Bench(prefill_buckets=((1, 16), (4, 16)), step_s=1.0)
+    a = bench.submit(40, 20, n=4)
+    if steps:
+        bench.step(steps)
+    for index in order:
+        bench.scheduler.stop(a, index)
+        bench.check()
+    bench.run()
+    for index in range(4):
+        assert bench.reason(a, index) == ("stop" if index in order else "length")
+        assert bench.tokens(a, index) == bench.alone(a, index)[: len(bench.tokens(a, index))]
+
+
+def test_a_leader_that_is_preempted_before_the_fork_still_leads() -> None:
+    bench = Bench(prefill_buckets=((1, 16),))
+    a = bench.submit(60, 10, n=3)
+    bench.step(2)
+    bench.scheduler._preempt(bench.scheduler.running[0])
+    bench.run()
+    bench.check_done(a)
+    assert bench.runner.calls["fork"] == 2
