@@ -8,14 +8,15 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from sparsejax.detokenize import Delta
+from sparsejax.detokenize import TextPiece
 from sparsejax.errors import RequestError
 from sparsejax.serving import prompts
-from sparsejax.serving.endpoint import ID, answer_headers, app_state, engine_request, log_request, read_body
+from sparsejax.serving.answer import ID, Answer
+from sparsejax.serving.endpoint import answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.logprobs import chat_logprobs
 from sparsejax.serving.protocol import ChatBody
-from sparsejax.serving.respond import Totals, cost_block, respond
+from sparsejax.serving.respond import respond
 from sparsejax.serving.sampling import check_common, sampling_params, unsupported
 from sparsejax.serving.state import Served
 
@@ -47,114 +48,39 @@ async def chat_completions(http: HTTPRequest) -> Response:
     )
 
 
-class ChatAnswer:
-    """Deltas as chat chunks, or as one completion."""
+class ChatAnswer(Answer):
+    """Chat's form of an answer."""
 
-    def __init__(self, identity: ID, body: ChatBody, served: Served, generation: Generation) -> None:
-        self._served = served
-        self._prompt_ids = list(generation.requests[0].prompt_ids) if body.return_token_ids else None
-        self._token_ids = bool(body.return_token_ids)
-        self._logprobs = bool(body.logprobs)
-        self._method = body.sparse_method or served.default_method
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        n = generation.requests[0].params.n
-        self._totals = Totals(generation, n)
-        self._choices: list[dict[str, Any]] = [_empty_choice(index, self._token_ids) for index in range(n)]
-        self._head = {
-            "id": identity.text,
-            "created": identity.created,
-            "model": served.model_names[0] if body.model is None else body.model,
-            "system_fingerprint": identity.fingerprint,
-        }
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def append_text(self, choice: dict[str, Any], text: str) -> None:
+        choice["message"]["content"] += text
+
+    def chunk_fields(self, text: str, last: bool) -> dict[str, Any]:
+        return {"delta": {"content": text} if text or not last else {}}
+
+    def logprobs(self, piece: TextPiece) -> dict[str, Any]:
+        return chat_logprobs(self.served.tokenizer, piece)
 
     def opening(self) -> list[dict[str, Any]]:
-        chunks = []
-        for choice in self._choices:
-            shown = {"index": choice["index"], "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            chunks.append(self._chunk({**shown, "logprobs": None}))
-        if chunks and self._prompt_ids is not None:
-            chunks[0]["prompt_token_ids"] = self._prompt_ids
+        """The role of each choice."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            self.chunk({"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None})
+            for choice in self.choices
+        ]
+        chunks[0] |= self._prompt_ids()
         return chunks
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        piece = delta.piece
-        logprobs = chat_logprobs(self._served.tokenizer, piece) if self._logprobs and piece.token_ids else None
-        shown_ids = self._token_ids and piece.token_ids
-        if not piece.text and logprobs is None and not shown_ids and delta.finish_reason is None:
-            return []
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            "delta": {"content": piece.text} if piece.text or delta.finish_reason is None else {},
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-        }
-        if shown_ids:
-            choice["token_ids"] = list(piece.token_ids)
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        chunk = self._chunk(choice)
-        if delta.stats is not None:
-            chunk["sparsejax"] = cost_block(self._method, delta.stats)
-        return [chunk]
-
-    def closing(self) -> list[dict[str, Any]]:
-        if not self._include_usage:
-            return []
-        chunk = self._chunk()
-        chunk["usage"] = self._totals.usage()
-        chunk["sparsejax"] = self._totals.cost(self._method)
-        return [chunk]
-
-    def add(self, delta: Delta) -> None:
-        self._totals.add(delta)
-        choice = self._choices[delta.index]
-        choice["message"]["content"] += delta.piece.text
-        if self._token_ids:
-            choice["token_ids"] += delta.piece.token_ids
-        if self._logprobs and delta.piece.token_ids:
-            new = chat_logprobs(self._served.tokenizer, delta.piece)
-            if choice["logprobs"] is None:
-                choice["logprobs"] = new
-            else:
-                choice["logprobs"]["content"] += new["content"]
-        if delta.finish_reason is not None:
-            choice["finish_reason"] = delta.finish_reason
-            choice["stop_reason"] = delta.stop_reason
-
     def whole(self) -> dict[str, Any]:
-        answer = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": self._choices,
-            "usage": self._totals.usage(),
-            "sparsejax": self._totals.cost(self._method),
-        }
-        if self._prompt_ids is not None:
-            answer["prompt_token_ids"] = self._prompt_ids
-        return answer
+        return super().whole() | self._prompt_ids()
 
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "object": "chat.completion.chunk", "choices": list(choices)}
-        if self._continuous:
-            chunk["usage"] = self._totals.usage()
-        elif self._include_usage:
-            chunk["usage"] = None
-        return chunk
-
-
-def _empty_choice(index: int, token_ids: bool) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": index,
-        "message": {"role": "assistant", "content": "", "refusal": None},
-        "logprobs": None,
-        "finish_reason": None,
-        "stop_reason": None,
-    }
-    if token_ids:
-        choice["token_ids"] = []
-    return choice
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.generation.requests[0].prompt_ids)} if self.return_ids else {}
 
 
 def _check_unsupported(body: ChatBody) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from sparsejax.detokenize import Delta
+from sparsejax.detokenize import TextPiece
 from sparsejax.errors import RequestError
 from sparsejax.serving import prompts
-from sparsejax.serving.endpoint import ID, AppState, answer_headers, app_state, engine_request, log_request, read_body
+from sparsejax.serving.answer import ID, Answer
+from sparsejax.serving.endpoint import AppState, answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.errors import JSON
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.logprobs import completion_logprobs
 from sparsejax.serving.protocol import MAX_PROMPTS, CompletionBody
-from sparsejax.serving.respond import Totals, cost_block, respond
+from sparsejax.serving.respond import respond
 from sparsejax.serving.sampling import check_common, sampling_params, unsupported
 from sparsejax.serving.state import Served
 
@@ -42,10 +43,8 @@ async def completions(http: HTTPRequest) -> Response:
     ]
     generation = Generation(served, requests, prompt_context=True)
     answer = CompletionAnswer(identity, body, served, generation)
-    if scoring and not body.stream:
-        return JSON(answer.whole(), headers=answer_headers(ignored))
     if scoring:
-        raise RequestError("max_tokens=0 can't be streamed: nothing is generated", param="stream")
+        return _only_the_prompt(body, answer, answer_headers(ignored))
     log_request(http, identity, generation)
     return await respond(
         http,
@@ -58,134 +57,60 @@ async def completions(http: HTTPRequest) -> Response:
     )
 
 
-class CompletionAnswer:
-    """Deltas as completion chunks, or as one completion. Choices are numbered prompt by prompt."""
+def _only_the_prompt(body: CompletionBody, answer: CompletionAnswer, headers: dict[str, str]) -> Response:
+    """The answer to echo with max_tokens=0: the engine has nothing to do."""
+    if body.stream:
+        raise RequestError("max_tokens=0 can't be streamed: nothing is generated", param="stream")
+    for choice in answer.choices:
+        choice["finish_reason"] = "length"
+    return JSON(answer.whole(), headers=headers)
+
+
+class CompletionAnswer(Answer):
+    """The text endpoint's form of an answer. Choices are numbered prompt by prompt."""
+
+    whole_object = chunk_object = "text_completion"
 
     def __init__(self, identity: ID, body: CompletionBody, served: Served, generation: Generation) -> None:
-        self._served = served
-        self._return_ids = bool(body.return_token_ids)
-        self._logprobs = body.logprobs is not None
-        self._method = body.sparse_method or served.default_method
-        options = body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        n = generation.requests[0].params.n
-        self._totals = Totals(generation, n)
-        self._echo: list[str] = []
-        self._prompt_ids: list[list[int]] = []
-        for request in generation.requests:
-            echoed = served.tokenizer.decode(request.prompt_ids, skip_special_tokens=False) if body.echo else ""
-            self._echo += [echoed] * n
-            self._prompt_ids += [list(request.prompt_ids)] * n
-        if body.echo and isinstance(body.prompt, str):
-            self._echo = [body.prompt] * len(self._echo)
-        elif body.echo and isinstance(body.prompt, list) and all(isinstance(p, str) for p in body.prompt):
-            self._echo = [str(prompt) for prompt in body.prompt for _ in range(n)]
-        self._choices = [self._empty_choice(index) for index in range(len(self._echo))]
-        self._head = {
-            "id": identity.text,
-            "object": "text_completion",
-            "created": identity.created,
-            "model": served.model_names[0] if body.model is None else body.model,
-            "system_fingerprint": identity.fingerprint,
-        }
+        super().__init__(identity, body, served, generation)
+        for choice in self.choices:
+            prompt = choice["index"] // self.num_choices_per_prompt
+            if body.echo:
+                choice["text"] = self._echoed(body, prompt)
+            if self.return_ids:
+                choice["prompt_token_ids"] = list(generation.requests[prompt].prompt_ids)
+
+    def text_fields(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def append_text(self, choice: dict[str, Any], text: str) -> None:
+        choice["text"] += text
+
+    def chunk_fields(self, text: str, last: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, piece: TextPiece) -> dict[str, Any]:
+        return completion_logprobs(self.served.tokenizer, piece)
 
     def opening(self) -> list[dict[str, Any]]:
-        """The echoed prompt comes first, as a chunk of its own."""
+        """The echoed prompt and its ids, if asked for."""
         chunks = []
-        for choice in self._choices:
-            if choice["text"] or self._return_ids:
-                chunk: dict[str, Any] = {
-                    "index": choice["index"],
-                    "text": choice["text"],
-                    "logprobs": None,
-                    "finish_reason": None,
-                }
-                if self._return_ids:
-                    chunk["prompt_token_ids"] = choice["prompt_token_ids"]
-                chunks.append(self._chunk(chunk))
+        for choice in self.choices:
+            if choice["text"] or self.return_ids:
+                shown = {name: choice[name] for name in ("index", "text", "logprobs", "finish_reason")}
+                if self.return_ids:
+                    shown["prompt_token_ids"] = choice["prompt_token_ids"]
+                chunks.append(self.chunk(shown))
         return chunks
 
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        piece = delta.piece
-        shown_ids = self._return_ids and piece.token_ids
-        logprobs = self._piece_logprobs(delta) if self._logprobs and piece.token_ids else None
-        if not piece.text and logprobs is None and not shown_ids and delta.finish_reason is None:
-            return []
-        choice: dict[str, Any] = {
-            "index": delta.index,
-            "text": piece.text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-        }
-        if shown_ids:
-            choice["token_ids"] = list(piece.token_ids)
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        chunk = self._chunk(choice)
-        if delta.stats is not None:
-            chunk["sparsejax"] = cost_block(self._method, delta.stats)
-        return [chunk]
-
-    def closing(self) -> list[dict[str, Any]]:
-        if not self._include_usage:
-            return []
-        chunk = self._chunk()
-        chunk["usage"] = self._totals.usage()
-        chunk["sparsejax"] = self._totals.cost(self._method)
-        return [chunk]
-
-    def add(self, delta: Delta) -> None:
-        self._totals.add(delta)
-        choice = self._choices[delta.index]
-        choice["text"] += delta.piece.text
-        if self._return_ids:
-            choice["token_ids"] += delta.piece.token_ids
-        if self._logprobs and delta.piece.token_ids:
-            new = self._piece_logprobs(delta)
-            old = choice["logprobs"]
-            if old is None:
-                choice["logprobs"] = new
-            else:
-                for name, values in new.items():
-                    old[name] = old[name] + values if old[name] is not None and values is not None else None
-        if delta.finish_reason is not None:
-            choice["finish_reason"] = delta.finish_reason
-            choice["stop_reason"] = delta.stop_reason
-
-    def whole(self) -> dict[str, Any]:
-        for choice in self._choices:
-            # Only a request for no tokens at all ends without a last delta.
-            choice["finish_reason"] = choice["finish_reason"] or "length"
-        return {
-            **self._head,
-            "choices": self._choices,
-            "usage": self._totals.usage(),
-            "sparsejax": self._totals.cost(self._method),
-        }
-
-    def _piece_logprobs(self, delta: Delta) -> dict[str, Any]:
-        return completion_logprobs(self._served.tokenizer, delta.piece, len(self._echo[delta.index]))
-
-    def _empty_choice(self, index: int) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": self._echo[index],
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-        if self._return_ids:
-            choice |= {"token_ids": [], "prompt_token_ids": self._prompt_ids[index]}
-        return choice
-
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "choices": list(choices)}
-        if self._continuous:
-            chunk["usage"] = self._totals.usage()
-        elif self._include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _echoed(self, body: CompletionBody, prompt: int) -> str:
+        """The text as it was sent; token ids decoded."""
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+        text = given[prompt] if prompt < len(given) else None
+        if isinstance(text, str):
+            return text
+        ids = self.generation.requests[prompt].prompt_ids
+        return self.served.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _check_unsupported(body: CompletionBody) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-import uuid
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,9 +11,9 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
-import sparsejax
 from sparsejax.errors import RequestError
 from sparsejax.request import Request, SamplingParams
+from sparsejax.serving.answer import ID
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.protocol import decode_body, ignored_header
 from sparsejax.serving.respond import KEEP_ALIVE_S
@@ -42,23 +40,6 @@ class AppState:
 def app_state(http: HTTPRequest) -> AppState:
     """The app's settings and state."""
     return http.app.state.sparsejax
-
-
-@dataclasses.dataclass(frozen=True)
-class ID:
-    """Identity of an answer: what OpenAI calls id, created and system_fingerprint."""
-
-    text: str
-    created: int
-    fingerprint: str = f"sparsejax-{sparsejax.__version__}"
-
-    @classmethod
-    def new(cls, prefix: str) -> ID:
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
-
-    def engine_id(self, prompt: int) -> str:
-        """The engine's id of one prompt. The client's X-Request-Id is not used: it need not be unique."""
-        return f"{self.text}-{prompt}"
 
 
 async def read_body(http: HTTPRequest, body_type: type[T]) -> tuple[T, tuple[str, ...]]:

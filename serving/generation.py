@@ -10,7 +10,7 @@ import asyncio
 import collections
 from collections.abc import Sequence
 
-from sparsejax.detokenize import Choice, Delta, TextPiece
+from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta, TextPiece
 from sparsejax.errors import RequestError, ShuttingDownError
 from sparsejax.request import Request, TokenEvent
 from sparsejax.serving.state import Served
@@ -38,7 +38,7 @@ class Generation:
         self._open: set[tuple[str, int]] = set()
         self._stopping: set[tuple[str, int]] = set()
         for request in self.requests:
-            context = request.prompt_ids[-16:] if prompt_context else ()
+            context = request.prompt_ids[-CONTEXT_TOKENS:] if prompt_context else ()
             for index in range(request.params.n):
                 key = request.request_id, index
                 self._choices[key] = Choice(served.tokenizer, request.params, len(self._choices), context)

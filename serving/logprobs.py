@@ -33,8 +33,8 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float, visible: bool) -> d
     }
 
 
-def completion_logprobs(tokenizer: Tokenizer, piece: TextPiece, text_offset: int) -> dict[str, Any]:
-    """`choices[].logprobs` of completions. `text_offset` is added to the offsets (the echoed prompt's characters)."""
+def completion_logprobs(tokenizer: Tokenizer, piece: TextPiece) -> dict[str, Any]:
+    """`choices[].logprobs` of completions."""
     top: list[dict[str, float]] = []
     for logprob in piece.logprobs:
         best: dict[str, float] = {}
@@ -49,7 +49,7 @@ def completion_logprobs(tokenizer: Tokenizer, piece: TextPiece, text_offset: int
         "tokens": [token_label(tokenizer, logprob.token) for logprob in piece.logprobs],
         "token_logprobs": [max(logprob.logprob, _FLOOR) for logprob in piece.logprobs],
         "top_logprobs": top if any(top) else None,
-        "text_offset": [text_offset + offset for offset in piece.offsets],
+        "text_offset": list(piece.offsets),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from sparsejax.detokenize import Delta
 from sparsejax.errors import RequestError
-from sparsejax.request import RequestStats
+from sparsejax.serving.answer import Answer
 from sparsejax.serving.errors import JSON, describe, error_response
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.state import ServerState
@@ -26,30 +26,6 @@ from sparsejax.serving.state import ServerState
 KEEP_ALIVE_S = 15.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
-
-
-class Answer(Protocol):
-    """How one endpoint shows deltas."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first delta."""
-        ...
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Chunks of one delta."""
-        ...
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Chunks after the last delta."""
-        ...
-
-    def add(self, delta: Delta) -> None:
-        """Collects a delta; called for every delta, streamed or not, before `chunks`."""
-        ...
-
-    def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once all deltas were added."""
-        ...
 
 
 async def respond(
@@ -191,53 +167,3 @@ class EventStream(Response):
             pass  # the client left while we were writing
         finally:
             self._on_end()
-
-
-class Totals:
-    """Usage and cost of an answer, from the last delta of each choice."""
-
-    def __init__(self, generation: Generation, num_choices_per_prompt: int) -> None:
-        self._generation = generation
-        self._n = num_choices_per_prompt
-        self._stats: dict[int, RequestStats] = {}
-
-    def add(self, delta: Delta) -> None:
-        if delta.stats is not None:
-            self._stats[delta.index] = delta.stats
-
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object. A prompt counts once however many choices it has."""
-        prompt = sum(len(request.prompt_ids) for request in self._generation.requests)
-        completion = self._generation.completion_tokens()
-        cached = sum(stats.cached_tokens for index, stats in self._stats.items() if index % self._n == 0)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
-
-    def cost(self, method: str) -> dict[str, Any]:
-        """What all choices together cost."""
-        all_stats = tuple(self._stats.values())
-        return cost_block(method, *all_stats)
-
-
-def cost_block(method: str, *all_stats: RequestStats) -> dict[str, Any]:
-    """The `sparsejax` object of a response; of several choices the largest sizes and times, and the mean speed."""
-    if not all_stats:
-        return {"method": method}
-    speeds = [stats.tokens_per_s for stats in all_stats if stats.tokens_per_s]
-    return {
-        "method": method,
-        "queue_s": round(max(stats.queue_s for stats in all_stats), 6),
-        "prefill_s": round(max(stats.prefill_s for stats in all_stats), 6),
-        "ttft_s": round(min(stats.ttft_s for stats in all_stats), 6),
-        "decode_s": round(max(stats.decode_s for stats in all_stats), 6),
-        "tokens_per_s": round(sum(speeds) / len(speeds), 3) if speeds else None,
-        "seen_tokens": max(stats.seen_tokens for stats in all_stats),
-        "resident_tokens": max(stats.resident_tokens for stats in all_stats),
-        "read_tokens": max(stats.read_tokens for stats in all_stats),
-        "preemptions": sum(stats.preemptions for stats in all_stats),
-    }

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
+import re
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -20,6 +23,9 @@ from sparsejax.config import Progress
 from sparsejax.errors import ConfigError
 
 ENV_PREFIX = "SPARSEJAX_"
+
+_OUTER_COMMA = re.compile(r",(?![^()]*\))")
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 _GROUPS = {
     "model": "model",
@@ -124,14 +130,14 @@ def resolve(
     params: dict[str, Any] = {}
 
     def take(name: str, raw: Any, source: str) -> None:
-        value = config.parse_value(fields[name], hints[name], raw, source)
+        value = parse_value(fields[name], hints[name], raw, source)
         if name == "method_params":
             params.update(value)
         else:
             values[name] = value
 
     def knob_value(raw: Any) -> Any:
-        return config.parse_scalar(raw) if isinstance(raw, str) else raw
+        return parse_scalar(raw) if isinstance(raw, str) else raw
 
     for key, raw in _read_yaml(yaml_path).items():
         name = str(key).replace("-", "_")
@@ -240,6 +246,112 @@ def parse_serve(
     except ConfigError as e:
         parser.error(str(e))
     return ServeCommand(engine, server, args["explain"], args["list_methods"])
+
+
+def parse_value(field: dataclasses.Field[Any], annotation: Any, raw: Any, source: str) -> Any:
+    """Converts a string (flag, environment) or a YAML value to the field's type.
+
+    `source` names where it came from in errors.
+    """
+    kind = field.metadata["kind"]
+    if kind == "pairs":
+        return _parse_pairs(raw, source)
+    if kind == "json":
+        return _parse_json(raw, source)
+    base, optional = config.without_none(annotation)
+    if optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "auto"))):
+        return None
+    if typing.get_origin(base) is tuple:
+        items = [str(item) for item in (raw if isinstance(raw, (list, tuple)) else [raw])]
+        if kind == "verbatim":
+            return tuple(items)
+        # Commas inside brackets belong to a method's knobs: a(x=1,y=2),b.
+        return tuple(part.strip() for item in items for part in _OUTER_COMMA.split(item) if part.strip())
+    if base is bool:
+        return _parse_bool(raw, source)
+    if base is int:
+        return _parse_bytes(raw, source) if kind == "bytes" else _parse_int(raw, source)
+    if base is float:
+        try:
+            if isinstance(raw, bool):
+                raise ValueError
+            return float(raw)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{source} must be a number, got {raw!r}") from None
+    if not isinstance(raw, str):
+        raise ConfigError(f"{source} must be a string, got {raw!r}")
+    return raw
+
+
+def parse_scalar(text: str) -> Any:
+    """A knob's value as written: integer, number, true/false, else the string."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    if lowered in ("none", "null"):
+        return None
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _parse_bool(raw: Any, source: str) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    word = str(raw).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{source} must be true or false, got {raw!r}")
+
+
+def _parse_int(raw: Any, source: str) -> int:
+    try:
+        if isinstance(raw, (bool, float)):
+            raise ValueError
+        text = str(raw).strip().lower()
+        # 32k is how context lengths are written.
+        return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
+    except ValueError:
+        raise ConfigError(f"{source} must be an integer, got {raw!r}") from None
+
+
+def _parse_bytes(raw: Any, source: str) -> int:
+    text = str(raw).strip().lower().replace(" ", "")
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = _SIZE_UNITS.get(text[len(digits) :])
+    try:
+        if unit is None or isinstance(raw, bool):
+            raise ValueError
+        return int(float(digits) * unit) if "." in digits else int(digits) * unit
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{source} must be a size such as 4GiB, 500MB or a number of bytes, got {raw!r}") from None
+
+
+def _parse_pairs(raw: Any, source: str) -> tuple[tuple[str, Any], ...]:
+    if isinstance(raw, Mapping):
+        return tuple((str(k).replace("-", "_"), v) for k, v in raw.items())
+    pairs = []
+    for item in raw if isinstance(raw, (list, tuple)) else str(raw).split(","):
+        name, equals, value = str(item).partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"{source} must be NAME=VALUE, got {item!r}")
+        pairs.append((name.strip().replace("-", "_"), parse_scalar(value)))
+    return tuple(pairs)
+
+
+def _parse_json(raw: Any, source: str) -> tuple[tuple[str, Any], ...]:
+    try:
+        value = json.loads(raw) if isinstance(raw, str) else raw
+    except ValueError as e:
+        raise ConfigError(f"{source} is not valid JSON: {e}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source} must be a JSON object, got {raw!r}")
+    return tuple(value.items())
 
 
 class Console:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
-import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,9 +18,6 @@ from typing import Any, TypeVar
 from sparsejax.errors import ConfigError
 
 Config = TypeVar("Config", "EngineConfig", "ServerConfig")
-
-_OUTER_COMMA = re.compile(r",(?![^()]*\))")
-_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def _setting(
@@ -292,117 +287,12 @@ def _pairs(value: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(value.items()) if isinstance(value, Mapping) else tuple((name, item) for name, item in value)
 
 
-def parse_value(field: dataclasses.Field[Any], annotation: Any, raw: Any, source: str) -> Any:
-    """Converts a string (flag, environment) or a YAML value to the field's type.
-
-    `source` names where it came from in errors.
-    """
-    kind = field.metadata["kind"]
-    if kind == "pairs":
-        return _parse_pairs(raw, source)
-    if kind == "json":
-        return _parse_json(raw, source)
-    base, optional = _without_none(annotation)
-    if optional and (raw is None or (isinstance(raw, str) and raw.lower() in ("none", "auto"))):
-        return None
-    if typing.get_origin(base) is tuple:
-        items = [str(item) for item in (raw if isinstance(raw, (list, tuple)) else [raw])]
-        if kind == "verbatim":
-            return tuple(items)
-        # Commas inside brackets belong to a method's knobs: a(x=1,y=2),b.
-        return tuple(part.strip() for item in items for part in _OUTER_COMMA.split(item) if part.strip())
-    if base is bool:
-        return _parse_bool(raw, source)
-    if base is int:
-        return _parse_bytes(raw, source) if kind == "bytes" else _parse_int(raw, source)
-    if base is float:
-        try:
-            if isinstance(raw, bool):
-                raise ValueError
-            return float(raw)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{source} must be a number, got {raw!r}") from None
-    if not isinstance(raw, str):
-        raise ConfigError(f"{source} must be a string, got {raw!r}")
-    return raw
-
-
-def parse_scalar(text: str) -> Any:
-    """A knob's value as written: integer, number, true/false, else the string."""
-    lowered = text.strip().lower()
-    if lowered in ("true", "false"):
-        return lowered == "true"
-    if lowered in ("none", "null"):
-        return None
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _without_none(annotation: Any) -> tuple[Any, bool]:
+def without_none(annotation: Any) -> tuple[Any, bool]:
+    """The type beside None, and whether None is allowed."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
         return inner[0], len(inner) < len(typing.get_args(annotation))
     return annotation, False
-
-
-def _parse_bool(raw: Any, source: str) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    word = str(raw).strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"{source} must be true or false, got {raw!r}")
-
-
-def _parse_int(raw: Any, source: str) -> int:
-    try:
-        if isinstance(raw, (bool, float)):
-            raise ValueError
-        text = str(raw).strip().lower()
-        # 32k is how context lengths are written.
-        return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
-    except ValueError:
-        raise ConfigError(f"{source} must be an integer, got {raw!r}") from None
-
-
-def _parse_bytes(raw: Any, source: str) -> int:
-    text = str(raw).strip().lower().replace(" ", "")
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = _SIZE_UNITS.get(text[len(digits) :])
-    try:
-        if unit is None or isinstance(raw, bool):
-            raise ValueError
-        return int(float(digits) * unit) if "." in digits else int(digits) * unit
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{source} must be a size such as 4GiB, 500MB or a number of bytes, got {raw!r}") from None
-
-
-def _parse_pairs(raw: Any, source: str) -> tuple[tuple[str, Any], ...]:
-    if isinstance(raw, Mapping):
-        return tuple((str(k).replace("-", "_"), v) for k, v in raw.items())
-    pairs = []
-    for item in raw if isinstance(raw, (list, tuple)) else str(raw).split(","):
-        name, equals, value = str(item).partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"{source} must be NAME=VALUE, got {item!r}")
-        pairs.append((name.strip().replace("-", "_"), parse_scalar(value)))
-    return tuple(pairs)
-
-
-def _parse_json(raw: Any, source: str) -> tuple[tuple[str, Any], ...]:
-    try:
-        value = json.loads(raw) if isinstance(raw, str) else raw
-    except ValueError as e:
-        raise ConfigError(f"{source} is not valid JSON: {e}") from None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{source} must be a JSON object, got {raw!r}")
-    return tuple(value.items())
 
 
 def _check(config: Any) -> None:
@@ -410,7 +300,7 @@ def _check(config: Any) -> None:
     hints = field_types(type(config))
     for field in dataclasses.fields(config):
         value, meta, name = getattr(config, field.name), field.metadata, flag_name(field.name)
-        base, optional = _without_none(hints[field.name])
+        base, optional = without_none(hints[field.name])
         if value is None and optional:
             continue
         if meta["kind"] in ("pairs", "json"):

@@ -19,6 +19,8 @@ REPLACEMENT = "\ufffd"
 # Tokens after which the decoder drops old context, and pending tokens after which it stops waiting for a character.
 _WINDOW_TOKENS = 16
 _MAX_PENDING_TOKENS = 64
+# Prompt tokens that tokenizers need to see to write the first word as it stands in the text.
+CONTEXT_TOKENS = 16
 # A character of UTF-8 has at most this many bytes, and a token at least one.
 _MAX_CHARACTER_TOKENS = 4
 
@@ -45,7 +47,7 @@ class IncrementalDecoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = frozenset(tokenizer.special_ids) if skip_special_tokens else frozenset()
-        self._window = [i for i in context_ids if i not in self._skip][-_WINDOW_TOKENS:]
+        self._window = [i for i in context_ids if i not in self._skip]
         self._shown = self._decode(self._window)  # text of the window that was returned
         self._clean = len(self._window)  # ids of the window at the last character boundary
         self._anchor = 0  # ids of the window at the boundary before that
@@ -92,14 +94,13 @@ class IncrementalDecoder:
 
     def _give_up(self, text: str) -> str:
         """Ends a long run of invalid bytes where nothing that may still come can change it."""
-        last = len(self._window) - _MAX_CHARACTER_TOKENS
-        for cut in range(last, last - _MAX_CHARACTER_TOKENS - 1, -1):
-            head = self._decode(self._window[:cut])
-            if head + self._decode(self._window[cut:]) == text and head.startswith(self._shown):
-                piece = head[len(self._shown) :]
-                self._window, self._shown, self._clean, self._anchor = self._window[cut:], "", 0, 0
-                return piece
-        return ""
+        cut = len(self._window) - _MAX_CHARACTER_TOKENS
+        head = self._decode(self._window[:cut])
+        if head + self._decode(self._window[cut:]) != text or not head.startswith(self._shown):
+            return ""  # inside a character; one of the next tokens will do
+        piece = head[len(self._shown) :]
+        self._window, self._shown, self._clean, self._anchor = self._window[cut:], "", 0, 0
+        return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
         # Special ids were filtered already, so that both settings see the same decoding of the rest.

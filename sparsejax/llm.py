@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsejax.config import EngineConfig, Progress, engine_config
-from sparsejax.detokenize import Choice, Delta
+from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta
 from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 from sparsejax.plans import RunnerLimits
 from sparsejax.request import FinishReason, Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
@@ -317,19 +317,17 @@ class LLM:
             while waiting or choices:
                 while waiting and (not choices or len(choices) + waiting[0][1].params.n <= most):
                     number, request = waiting[0]
-                    keys = [(request.request_id, index) for index in range(request.params.n)]
-                    for key in keys:
-                        tail = request.prompt_ids[-16:] if context else ()
-                        choices[key] = number, Choice(self.tokenizer, request.params, key[1], tail)
                     try:
                         engine.submit(request, events.put)
                     except QueueFullError:
-                        for key in keys:
-                            del choices[key]
                         if not choices:
                             raise
                         break
                     waiting.popleft()
+                    tail = request.prompt_ids[-CONTEXT_TOKENS:] if context else ()
+                    for index in range(request.params.n):
+                        choice = Choice(self.tokenizer, request.params, index, tail)
+                        choices[request.request_id, index] = number, choice
                 event = events.get()
                 key = event.request_id, event.index
                 if key not in choices:

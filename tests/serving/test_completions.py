@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import LiveServer
+from sparsejax.mock import MockRunner
+from tests.serving.conftest import LiveServer, Servers
+from tests.serving.mocks import say_script
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -137,6 +139,14 @@ def test_stop_string_over_tokens(shared: LiveServer) -> None:
         assert kept["choices"][0]["message"]["content"] == f"The quick br{stop}"
         # Tokens after the stop string are not counted, however far the engine ran ahead.
         assert answer["usage"]["completion_tokens"] == len(f"The quick br{stop}")
+
+
+def test_a_stop_string_stops_the_engine(servers: Servers) -> None:
+    server = servers.start(MockRunner(script=say_script, step_s=0.002, verify=False))
+    body = chat_body("say:first, " + "and on " * 100, stop=",")
+    assert server.post(CHAT, body).json()["choices"][0]["message"]["content"] == "first"
+    server.wait_idle()
+    assert server.engine.metrics.generation_tokens.value() < 100
 
 
 def test_stop_token_ids(shared: LiveServer) -> None:
