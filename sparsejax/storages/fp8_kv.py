@@ -101,8 +101,13 @@ def scale_file(
     }
 
 
+def pool_dtype() -> str:
+    """XLA for CPUs scatters and gathers 8-bit floats by converting the whole pool and back: it gets their bits."""
+    return "uint8" if jax.default_backend() == "cpu" else DTYPE
+
+
 def payload(params: Calibrated, geometry: Geometry) -> dict[str, ArraySpec]:
-    rows = ArraySpec((geometry.page_size, geometry.head_dim), DTYPE, ("row", "head_dim"))
+    rows = ArraySpec((geometry.page_size, geometry.head_dim), pool_dtype(), ("row", "head_dim"))
     specs = {"k": rows, "v": rows}
     if params.mode == "dynamic":
         scale = ArraySpec((geometry.page_size,), "float32", ("row",))
@@ -113,6 +118,17 @@ def payload(params: Calibrated, geometry: Geometry) -> dict[str, ArraySpec]:
 def quantise(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Round-to-nearest-even codes of x / scale; `scale` broadcasts. The cast alone would turn overflow into NaN."""
     return jnp.clip(x.astype(jnp.float32) / scale, -LARGEST, LARGEST).astype(DTYPE)
+
+
+def pool_rows(codes: jax.Array) -> jax.Array:
+    """Codes as the pool holds them."""
+    return codes if pool_dtype() == DTYPE else jax.lax.bitcast_convert_type(codes, pool_dtype())
+
+
+def dequantise(stored: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32 of what the pool holds; `scale` broadcasts."""
+    codes = stored if stored.dtype == DTYPE else jax.lax.bitcast_convert_type(stored, DTYPE)
+    return codes.astype(jnp.float32) * scale
 
 
 def dynamic_scale(x: jax.Array) -> jax.Array:
@@ -133,15 +149,15 @@ def encode(params: Calibrated, geometry: Geometry, layer: jax.Array, k: jax.Arra
     if params.mode == "dynamic":
         k_scale, v_scale = dynamic_scale(k), dynamic_scale(v)
         return {
-            "k": quantise(k, k_scale[..., None]),
-            "v": quantise(v, v_scale[..., None]),
+            "k": pool_rows(quantise(k, k_scale[..., None])),
+            "v": pool_rows(quantise(v, v_scale[..., None])),
             "k_scale": k_scale,
             "v_scale": v_scale,
         }
     shape = (1,) * (k.ndim - 2) + (k.shape[-2], 1)
     k_scale = static_scale(params, layer, 0, k.shape[-2]).reshape(shape)
     v_scale = static_scale(params, layer, 1, v.shape[-2]).reshape(shape)
-    return {"k": quantise(k, k_scale), "v": quantise(v, v_scale)}
+    return {"k": pool_rows(quantise(k, k_scale)), "v": pool_rows(quantise(v, v_scale))}
 
 
 def load_tile(
@@ -154,8 +170,8 @@ def load_tile(
         heads = tiles["k"].shape[1]
         k_scale = static_scale(params, layer, 0, heads)[None, :, None, None]
         v_scale = static_scale(params, layer, 1, heads)[None, :, None, None]
-    k = tiles["k"].astype(jnp.float32) * k_scale
-    v = tiles["v"].astype(jnp.float32) * v_scale
+    k = dequantise(tiles["k"], k_scale)
+    v = dequantise(tiles["v"], v_scale)
     return k.astype(geometry.dtype), v.astype(geometry.dtype)
 
 

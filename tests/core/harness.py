@@ -166,7 +166,7 @@ class Session:
         """Fills every page, the null page included, and all page and row aux."""
 
         def fill(array):
-            junk = value if jnp.issubdtype(array.dtype, jnp.floating) else 12345
+            junk = value if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo(array.dtype).max
             return jnp.full_like(array, junk)
 
         filled = [jax.tree.map(fill, tree) for tree in (self.state.pools, self.state.page_aux, self.state.row_aux)]

@@ -74,8 +74,8 @@ def paged(
 ) -> Paged:
     """Stores k and v [batch, rows, kv_heads, head_dim], the first `lengths` rows of each sequence.
 
-    The null page, unused pages, rows past the end and table entries past the end are poison: the pools hold `poison`
-    (in every dtype that has it) and the table points to pages that nobody owns.
+    The null page, unused pages and rows past the end hold `poison` (the largest value in integer pools), and table
+    entries past the end point to such pages.
     """
     storage = storage or plain_storage()
     k, v = jnp.asarray(k, geometry.dtype), jnp.asarray(v, geometry.dtype)
@@ -99,7 +99,9 @@ def paged(
     pools = {}
     for name, spec in storage.payload(storage.params, geometry).items():
         shape = (num_slabs * geometry.head_pages_per_sequence_page, *spec.shape)
-        pools[name] = jnp.full(shape, poison, spec.dtype).at[target, offsets].set(payload[name])
+        floating = jnp.issubdtype(spec.dtype, jnp.floating)
+        junk = poison if floating else jnp.iinfo(spec.dtype).max  # 0xFF is also an 8-bit float's NaN
+        pools[name] = jnp.full(shape, junk, spec.dtype).at[target, offsets].set(payload[name])
     positions = jnp.broadcast_to(jnp.asarray(index, jnp.int32)[:, None], target.shape)
     pools[POSITIONS] = jnp.full(shape[:2], -7, jnp.int32).at[target, offsets].set(positions)
     return Paged(geometry, pools, view, head_pages, storage, jnp.int32(layer))
