@@ -27,6 +27,8 @@ __all__ = ["Engine", "EngineSettings", "EngineSnapshot", "Health", "RowSnapshot"
 
 log = logging.getLogger("sparsejax.engine")
 
+_ROWS_INTERVAL_S = 0.05  # between two looks at every row of a busy engine
+
 Health = Literal["ok", "draining", "failed", "closed"]
 
 
@@ -47,7 +49,8 @@ class RowSnapshot(NamedTuple):
 class EngineSnapshot:
     """The engine at the end of an iteration. Counts of choices, not of requests; pages are head-pages.
 
-    `last_step_s` is `time.monotonic()` at that moment; `last_step_age_s` grows while a busy engine is stuck.
+    While the engine is busy `rows` is at most 0.05 s older than the rest. `last_step_s` is `time.monotonic()` at the end
+    of the iteration; `last_step_age_s` grows while a busy engine is stuck.
     """
 
     running: int = 0
@@ -104,6 +107,8 @@ class Engine:
         self._failure: BaseException | None = None
         self._last_status_s = time.monotonic()
         self._status_tokens = 0.0
+        self._rows: tuple[RowSnapshot, ...] = ()
+        self._rows_s = 0.0
         self._snapshot = EngineSnapshot()
         self._publish(busy=False)
         self._thread = threading.Thread(target=self._run, name="sparsejax-engine", daemon=True)
@@ -248,36 +253,19 @@ class Engine:
         )
 
     def _publish(self, busy: bool) -> None:
-        scheduler, metrics = self._scheduler, self.metrics
-        rows = []
-        seen = resident = read = 0
-        for seq in scheduler.running:
-            scheduler.note_usage(seq)
-            group = seq.group
-            rows.append(
-                RowSnapshot(
-                    group.request_id,
-                    seq.index,
-                    group.method,
-                    seq.state.value,
-                    seq.computed,
-                    seq.resident_tokens,
-                    seq.read_tokens,
-                    len(seq.output),
-                )
-            )
-            seen += seq.computed
-            resident += seq.resident_tokens
-            read += seq.read_tokens
+        scheduler, metrics, now = self._scheduler, self.metrics, time.monotonic()
+        if not busy or now - self._rows_s >= _ROWS_INTERVAL_S:
+            self._rows_s = now
+            self._rows = self._describe_rows()
         pool = scheduler.memory.pool
         self._snapshot = snapshot = EngineSnapshot(
-            running=len(rows),
+            running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             swapped=len(scheduler.swapped),
             free_pages=pool.free_head_pages,
             total_pages=pool.num_head_pages,
             free_rows=len(scheduler.memory.free_rows),
-            rows=tuple(rows),
+            rows=self._rows,
             steps=scheduler.step_number,
             preemptions=scheduler.num_preemptions,
             evicted_pages=scheduler.num_evicted_pages,
@@ -288,10 +276,20 @@ class Engine:
         metrics.num_requests_waiting.set(snapshot.waiting + snapshot.swapped)
         metrics.num_requests_swapped.set(snapshot.swapped)
         metrics.kv_cache_usage_perc.set(snapshot.kv_usage)
-        metrics.kv_seen_tokens.set(seen)
-        metrics.kv_resident_tokens.set(resident)
-        metrics.kv_selected_tokens.set(read)
-        metrics.kv_kept_ratio.set(resident / seen if seen else 1.0)
+
+    def _describe_rows(self) -> tuple[RowSnapshot, ...]:
+        rows = []
+        for seq in self._scheduler.running:
+            self._scheduler.note_usage(seq)
+            group, sizes = seq.group, (seq.computed, seq.resident_tokens, seq.read_tokens, len(seq.output))
+            rows.append(RowSnapshot(group.request_id, seq.index, group.method, seq.state.value, *sizes))
+        seen = sum(row.seen_tokens for row in rows)
+        resident = sum(row.resident_tokens for row in rows)
+        self.metrics.kv_seen_tokens.set(seen)
+        self.metrics.kv_resident_tokens.set(resident)
+        self.metrics.kv_selected_tokens.set(sum(row.read_tokens for row in rows))
+        self.metrics.kv_kept_ratio.set(resident / seen if seen else 1.0)
+        return tuple(rows)
 
     def _log_status(self, busy: bool) -> None:
         now, tokens = time.monotonic(), self.metrics.generation_tokens.value()

@@ -20,6 +20,7 @@ from sparsejax.plans import MethodFacts, RunnerLimits
 from sparsejax.rows import RowPages, Sequence, ceil_div
 
 _PHASES = ("chunk", "prompt", "token")
+_MAX_REMEMBERED = 100_000
 
 
 class Memory:
@@ -31,6 +32,7 @@ class Memory:
         self.pool = PagePool(limits.geometry, limits.num_sequence_pages)
         self.free_rows = list(range(limits.num_rows, 0, -1))
         self.holders: dict[int, Sequence] = {}  # by row
+        self._kept: dict[tuple[str, str, bytes], np.ndarray | None] = {}  # asked for every row in every step
 
     # What a row needs, from integers alone.
 
@@ -38,10 +40,15 @@ class Memory:
         """Rows that stay after a phase, or None if nothing is due."""
         if not facts.evicts:
             return None
-        kept = np.broadcast_to(np.asarray(facts.kept_after(phase, lengths), np.int32), lengths.shape)
-        if ((kept < 0) | (kept > lengths)).any():
-            raise ValueError(f"{facts.name} keeps {kept.max()} of {lengths.max()} rows after {phase!r}")
-        return None if (kept == lengths).all() else kept
+        key = facts.name, phase, lengths.tobytes()
+        if key not in self._kept:
+            kept = np.broadcast_to(np.asarray(facts.kept_after(phase, lengths), np.int32), lengths.shape)
+            if ((kept < 0) | (kept > lengths)).any():
+                raise ValueError(f"{facts.name} keeps {kept.max()} of {lengths.max()} rows after {phase!r}")
+            if len(self._kept) >= _MAX_REMEMBERED:
+                self._kept.clear()
+            self._kept[key] = None if (kept == lengths).all() else kept
+        return self._kept[key]
 
     def _pages(self, granularity: Granularity, rows: int) -> int:
         layers, heads = self.geometry.table_shape(granularity)

@@ -96,6 +96,8 @@ class Histogram(Metric):
 
 
 def _label_value(metric: Metric, labels: dict[str, str]) -> str:
+    if not labels and metric.label is None:
+        return ""
     if set(labels) != ({metric.label} if metric.label else set()):
         raise ValueError(f"{metric.name} takes label {metric.label!r}, got {sorted(labels)}")
     return next(iter(labels.values()), "")

@@ -58,7 +58,7 @@ class RowPages:
     @property
     def length(self) -> int:
         """Rows of the longest head."""
-        return int(self.lengths.max())
+        return self.lengths.item() if self.lengths.size == 1 else int(self.lengths.max())
 
     def columns_of(self, lengths: np.ndarray) -> np.ndarray:
         """Pages that hold so many rows in each head."""
@@ -94,11 +94,13 @@ class RowPages:
 
         Raises PoolExhaustedError, with nothing changed.
         """
-        updates = None
-        if tokens > self.room:
-            need = self.columns_of(self.lengths + tokens) - self.columns
-            ids = self._pool.alloc(self.granularity, int(need.sum()))
-            updates = self._place(need, ids)
+        if tokens <= self.room:
+            self.lengths += tokens
+            self.room -= tokens
+            return None
+        need = self.columns_of(self.lengths + tokens) - self.columns
+        ids = self._pool.alloc(self.granularity, int(need.sum()))
+        updates = self._place(need, ids)
         self.lengths += tokens
         self.room = int((self.columns * self.page_size - self.lengths).min())
         return updates

@@ -36,7 +36,7 @@ class Scheduler(Lifecycle):
         while self.launches.due(self.step_number - self.settings.max_inflight_steps):
             self._collect()
         self._expire()
-        for seq in list(self.running):
+        for seq in [seq for seq in self.running if seq.phase_due]:
             self._settle(seq)
         self._renew_windows()
         progress = self._decode()
@@ -110,12 +110,14 @@ class Scheduler(Lifecycle):
     def _decode_batch(self, method: str, seqs: list[Sequence]) -> bool:
         planned = self._plan(seqs, self._plan_decode)
         submitted = self._submit(lambda rows: self.runner.decode(method, rows), planned, None)
+        due = "token" if self.limits.methods[method].evicts else None
         for seq in submitted:
             seq.computed += 1
             seq.dispatched += 1
-            seq.phase_due = "token"
+            seq.phase_due = due
         for seq in submitted:
-            self._after_step(seq)
+            if due or seq.exhausted:
+                self._after_step(seq)
         return bool(submitted)
 
     def _plan_decode(self, seq: Sequence) -> DecodeRow | None:
@@ -239,6 +241,7 @@ class Scheduler(Lifecycle):
         if launch.bucket is not None:
             self.planner.observe(launch.bucket, elapsed_s)
         now, tokens, ok = self.clock(), result.tokens.tolist(), result.ok.tolist()
+        delivered = 0
         for i, (seq, position) in enumerate(launch.rows):
             if seq.state is State.FINISHED:
                 continue
@@ -248,6 +251,8 @@ class Scheduler(Lifecycle):
                 if position > len(seq.output):
                     raise IntegrityError(f"token {len(seq.output)} of {seq.group.request_id} was lost")
                 self._deliver(seq, tokens[i], _logprobs(seq, result, i), now)
+                delivered += 1
+        self.metrics.generation_tokens.inc(delivered)
 
     def _deliver(self, seq: Sequence, token: int, logprobs: tuple[TokenLogprob, ...] | None, now: float) -> None:
         group, metrics = seq.group, self.metrics
@@ -258,7 +263,6 @@ class Scheduler(Lifecycle):
         else:
             metrics.inter_token_latency_seconds.observe(now - seq.last_token_s)
         seq.last_token_s = now
-        metrics.generation_tokens.inc()
         may_stop = len(seq.output) > group.request.params.min_tokens
         if may_stop and (token in group.eos_ids or token in group.stop_ids):
             self._finish(seq, "stop", (token,), logprobs, None if token in group.eos_ids else token)

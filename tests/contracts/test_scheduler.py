@@ -329,7 +329,7 @@ def test_41_57_a_failure_while_planning_ends_only_its_request(call: str, monkeyp
         raise ArithmeticError("broken on purpose")
 
     if call == "facts":
-        victim.group.facts = dataclasses.replace(victim.group.facts)
+        victim.group.facts = dataclasses.replace(victim.group.facts, name="broken")
         object.__setattr__(victim.group.facts, "kept_after", broken)
     elif call == "append":
         monkeypatch.setattr(victim.pages, "append", broken)
