@@ -99,12 +99,14 @@ class Row:
       length: resident rows.
       seen: logical tokens.
       since: tokens of this phase since it began or since the last compaction.
+      most: most rows it has held.
     """
 
     pages: list[list[list[int]]]
     length: int = 0
     seen: int = 0
     since: int = 0
+    most: int = 0
 
 
 class Session:
@@ -181,6 +183,7 @@ class Session:
         """Appends pages for `tokens` more; returns the table updates."""
         record, updates = self.rows[row], []
         record.length, record.seen, record.since = record.length + tokens, record.seen + tokens, record.since + tokens
+        record.most = max(record.most, record.length)
         for layer, heads in enumerate(record.pages):
             for head, pages in enumerate(heads):
                 while len(pages) < self.geometry.pages(record.length):

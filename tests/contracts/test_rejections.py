@@ -1,0 +1,180 @@
+"""Every value that a member must refuse raises before anything is allocated, and the message names the parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparsejax import registry
+from sparsejax.errors import MethodError
+from sparsejax.geometry import Geometry
+from sparsejax.storages import fp8_kv
+from tests.contracts.compositions import COMPOSITIONS
+
+NOT_COUNTS = (-1, 1.5, True, "4", None)
+
+TABLE = [
+    *(("streamingllm", "sink_keep_tokens", value) for value in NOT_COUNTS),
+    *(("streamingllm", "recent_keep_tokens", value) for value in (0, *NOT_COUNTS)),
+    *(
+        ("streamingllm", "streamingllm_decode_trigger_ratio", v)
+        for v in (0.99, -1, float("nan"), float("inf"), True, "2")
+    ),
+    ("streamingllm", "decode_keep_tokens", 5),  # not one of its parameters
+    ("streamingllm", "streamingllm_position_mode", "reindex"),
+    *(
+        ("snapkv", name, value)
+        for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")
+        for value in NOT_COUNTS
+    ),
+    *(("snapkv", "observation_window_size", value) for value in (0, *NOT_COUNTS)),
+    *(("snapkv", "decode_eviction_interval", value) for value in (0, *NOT_COUNTS)),
+    *(("snapkv", "pool_kernel_size", value) for value in (0, 2, 8, *NOT_COUNTS)),
+    ("snapkv", "pool_type", "min"),
+    ("snapkv", "softmax_domain", "rows"),
+    ("snapkv", "head_mode", "per_query_head"),
+    ("snapkv", "sparse_prefill_score_mode", "entropy"),
+    ("snapkv", "snapkv_decode_eviction", "yes"),
+    ("snapkv", "snapkv_num_full_layers", 2),
+    *(("quest", "quest_chunk_size", value) for value in (0, *NOT_COUNTS)),
+    *(("quest", "quest_skip_layers", value) for value in NOT_COUNTS),
+    *(
+        ("quest", name, value)
+        for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")
+        for value in NOT_COUNTS
+    ),
+    ("quest", "quest_select_scope", "per_head"),
+    ("quest", "quest_token_budget", 1024),
+    ("fp8_kv", "fp8_kv_scale_mode", "e5m2"),
+    ("fp8_kv", "fp8_kv_scale_path", "scales.json"),  # read with a static mode only
+]
+
+
+@pytest.mark.parametrize(("member", "knob", "value"), TABLE)
+def test_refused(member, knob, value):
+    with pytest.raises(MethodError, match=knob):
+        registry.resolve(member, {knob: value})
+    if not isinstance(value, (bool, type(None), float)):
+        with pytest.raises(MethodError, match=knob):
+            registry.resolve(
+                f"{member}({knob}={value})" if not isinstance(value, str) else f"{member}({knob}=x-{value})"
+            )
+
+
+@pytest.mark.parametrize("member", ["snapkv", "quest"])
+def test_a_budget_of_nothing_is_refused(member):
+    nothing = {"sink_keep_tokens": 0, "decode_keep_tokens": 0, "recent_keep_tokens": 0}
+    with pytest.raises(MethodError, match="decode_keep_tokens"):
+        registry.resolve(member, nothing)
+
+
+@pytest.mark.parametrize("mode", ["static", "static_head"])
+def test_static_scales_need_a_file(mode, tmp_path):
+    with pytest.raises(MethodError, match="fp8_kv_scale_path"):
+        registry.resolve("fp8_kv", {"fp8_kv_scale_mode": mode})
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(MethodError, match="fp8_kv_scale_path"):
+            registry.resolve("fp8_kv", {"fp8_kv_scale_mode": mode, "fp8_kv_scale_path": str(path)})
+
+
+def good_file(mode: str) -> dict:
+    scales = [([0.5, 0.25], [1.0, 2.0]), ([0.125, 0.25], [1.0, 0.5])]
+    return fp8_kv.scale_file(scales, mode, "model", "hash")
+
+
+DAMAGE = [
+    ("schema_version", lambda data: data.update(schema_version=2)),
+    ("schema_version", lambda data: data.pop("schema_version")),
+    ("scheme", lambda data: data.update(scheme="fp8_e5m2_per_layer")),
+    ("scale_convention", lambda data: data.update(scale_convention="quant_multiplier")),
+    ("layers", lambda data: data.pop("layers")),
+    ("layers", lambda data: data["layers"].pop("0")),
+    ("layers", lambda data: data["layers"].update(extra={"k": 1.0, "v": 1.0})),
+    ("layers.1.v", lambda data: data["layers"]["1"].pop("v")),
+    ("layers.0", lambda data: data["layers"].update({"0": 3.0})),
+]
+for bad in (0, 0.0, -1.0, float("nan"), float("inf"), True, "0.5", None):
+    DAMAGE.append(("layers.0.k", lambda data, bad=bad: data["layers"]["0"].update(k=bad)))
+    DAMAGE.append(("layers.0.k", lambda data, bad=bad: data["layers"]["0"].update(k=[0.5, bad])))
+
+
+@pytest.mark.parametrize("mode", ["static", "static_head"])
+@pytest.mark.parametrize(("word", "damage"), DAMAGE)
+def test_a_damaged_scale_file_is_refused(mode, word, damage, tmp_path):
+    path = tmp_path / "scales.json"
+    data = good_file(mode)
+    path.write_text(json.dumps(data))
+    assert fp8_kv.read_scales(str(path), mode).checkpoint_id == "model"
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(MethodError, match=f"fp8_kv_scale_path.*{word}"):
+        fp8_kv.read_scales(str(path), mode)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '"text"', "{", "\xff"])
+def test_a_file_that_is_no_scale_file_is_refused(text, tmp_path):
+    path = tmp_path / "scales.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(MethodError, match="fp8_kv_scale_path"):
+        fp8_kv.read_scales(str(path), "static")
+
+
+def test_scales_of_another_model_are_refused(tmp_path):
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps(good_file("static_head")))
+    storage = fp8_kv.build(fp8_kv.Params("static_head", str(path)))
+
+    def reasons(layers=2, heads=2, checkpoint="model", digest="hash"):
+        return storage.check(storage.params, Geometry(layers, 4, heads, 8, 4, 64, 1.0), checkpoint, digest)
+
+    assert reasons() == []
+    for changed, word in (
+        ({"layers": 3}, "layers"),
+        ({"heads": 4}, "heads"),
+        ({"checkpoint": "other"}, "checkpoint"),
+        ({"digest": "other"}, "configuration"),
+    ):
+        found = reasons(**changed)
+        assert len(found) == 1, found
+        assert word in found[0]
+
+
+@pytest.mark.parametrize(
+    ("composition", "words"),
+    [
+        ("snapkv+streamingllm", ["snapkv", "streamingllm", "retention"]),
+        ("fp8_kv+plain", ["fp8_kv", "plain"]),
+        ("snapvk", ["snapvk", "snapkv"]),
+        ("quest+nothing-known", ["nothing-known"]),
+        ("quest(quest_chunk_size)", ["quest_chunk_size"]),
+        ("quest)", ["quest"]),
+        ("", [""]),
+    ],
+)
+def test_compositions_that_make_no_sense_are_refused(composition, words):
+    with pytest.raises(MethodError) as caught:
+        registry.resolve(composition)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_unused_parameters_are_refused():
+    with pytest.raises(MethodError, match=r"quest_chunk_size.*belongs to quest"):
+        registry.resolve("snapkv", {"quest_chunk_size": 4})
+    with pytest.raises(MethodError, match=r"nonsense.*no method has it"):
+        registry.resolve("snapkv", {"nonsense": 4})
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_what_is_found_is_complete(name):
+    method, storage = registry.resolve(name)
+    for member in method.members or (method,):
+        assert member.summary
+        assert member.paper or member.axis == "none"
+    assert storage.summary
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8", ""])
+def test_unknown_cache_dtypes_are_refused(dtype):
+    with pytest.raises(MethodError, match="kv-cache-dtype"):
+        registry.storage_for_dtype(dtype)
