@@ -34,6 +34,9 @@ class Generation:
         self._events: collections.deque[TokenEvent] = collections.deque()
         self._closed = False
         self._refusal: Exception | None = None
+        self._nudged = False
+        self.abandoned = False
+        self.last_news_s = self._loop.time()
         self._choices: dict[tuple[str, int], Choice] = {}
         self._open: set[tuple[str, int]] = set()
         self._stopping: set[tuple[str, int]] = set()
@@ -80,20 +83,33 @@ class Generation:
         """All choices have ended."""
         return not self._open
 
-    async def next(self, timeout_s: float | None = None) -> list[Delta]:
-        """Waits for news and returns all there is; an empty list means the timeout passed.
+    async def next(self) -> list[Delta]:
+        """Waits for news and returns all there is. Empty when all has ended, was abandoned, or after a `nudge`.
 
-        The last deltas of a request that goes wrong carry the error; nothing comes after it.
+        The last delta of a request that goes wrong carries the error; nothing comes after it.
         """
-        while not self.finished:
-            try:
-                await asyncio.wait_for(self._wake.wait(), timeout_s)
-            except TimeoutError:
-                return []
+        # No task and no timer per token: this is the hot path of a loaded server.
+        while not (self.finished or self.abandoned):
+            await self._wake.wait()
             deltas = self._drain()
             if deltas:
+                self.last_news_s = self._loop.time()
                 return deltas
+            if self._nudged:
+                self._nudged = False
+                break
         return []
+
+    def nudge(self) -> None:
+        """Lets `next` return although there is nothing new."""
+        self._nudged = True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """The client has gone: cancels everything."""
+        self.abandoned = True
+        self.close()
+        self._wake.set()
 
     def _drain(self) -> list[Delta]:
         self._wake.clear()

@@ -40,44 +40,65 @@ async def respond(
 ) -> Response:
     """Runs a generation. An error before the stream has begun keeps its HTTP status."""
     timeout_s = _timeout_s(http)
+    loop = asyncio.get_running_loop()
     watch = asyncio.ensure_future(_disconnected(http.receive))
-    deadline = None
+    watch.add_done_callback(lambda _: generation.abandon())
+    timers = [_KeepAlive(generation, keep_alive_s)] if stream else []
     started = False
     state.active_requests += 1
 
     def end() -> None:
         state.active_requests -= 1
         watch.cancel()
-        if deadline is not None:
-            deadline.cancel()
+        for timer in timers:
+            timer.cancel()
         generation.close()
 
     try:
         generation.submit()
         if timeout_s is not None:
             late = RequestError(f"not done within {timeout_s:g} s", status=408, code="deadline_exceeded")
-            deadline = asyncio.get_running_loop().call_later(timeout_s, generation.refuse, late)
-        deltas = await _next(generation, watch, keep_alive_s if stream else None)
+            timers.append(loop.call_later(timeout_s, generation.refuse, late))
+        deltas = await generation.next()
         if stream:
             if deltas and (error := deltas[-1].error) is not None:
                 return error_response(error)
             started = True
-            frames = _frames(generation, watch, answer, deltas, keep_alive_s)
-            return EventStream(frames, headers, end)
+            return EventStream(_frames(generation, answer, deltas), headers, end)
         while True:
             for delta in deltas:
                 if delta.error is not None:
                     return error_response(delta.error)
                 answer.add(delta)
-            if generation.finished or watch.done():
-                break
-            deltas = await _next(generation, watch, None)
-        if watch.done():
-            return Response(status_code=499)  # nobody reads this
-        return JSON(answer.whole(), headers=headers)
+            if generation.finished:
+                return JSON(answer.whole(), headers=headers)
+            if generation.abandoned:
+                return Response(status_code=499)  # nobody reads this
+            deltas = await generation.next()
     finally:
         if not started:
             end()
+
+
+class _KeepAlive:
+    """Nudges a generation after each `interval_s` without news."""
+
+    def __init__(self, generation: Generation, interval_s: float) -> None:
+        self._generation = generation
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(interval_s, self._tick)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        due = self._generation.last_news_s + self._interval_s
+        if due <= now:
+            self._generation.nudge()
+            due = now + self._interval_s
+        self._timer = self._loop.call_at(due, self._tick)
 
 
 def _timeout_s(http: HTTPRequest) -> float | None:
@@ -102,28 +123,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _next(generation: Generation, watch: asyncio.Future[None], timeout_s: float | None) -> list[Delta]:
-    """The next deltas; empty when the timeout passed, all is over or the client left (then everything is cancelled)."""
-    news = asyncio.ensure_future(generation.next(timeout_s))
-    try:
-        await asyncio.wait((news, watch), return_when=asyncio.FIRST_COMPLETED)
-        if news.done() and not watch.done():
-            return news.result()
-        generation.close()
-        return []
-    finally:
-        news.cancel()
-
-
-async def _frames(
-    generation: Generation,
-    watch: asyncio.Future[None],
-    answer: Answer,
-    deltas: list[Delta],
-    keep_alive_s: float,
-) -> AsyncIterator[bytes]:
+async def _frames(generation: Generation, answer: Answer, deltas: list[Delta]) -> AsyncIterator[bytes]:
     out = b"".join(map(_frame, answer.opening()))
-    while True:
+    while not generation.abandoned:
         for delta in deltas:
             if delta.error is not None:
                 yield out + _frame(describe(delta.error)[1])
@@ -133,11 +135,10 @@ async def _frames(
         if generation.finished:
             yield out + b"".join(map(_frame, answer.closing())) + _DONE
             return
-        if watch.done():
-            return
-        yield out or _KEEP_ALIVE
+        if out or not deltas:
+            yield out or _KEEP_ALIVE
         out = b""
-        deltas = await _next(generation, watch, keep_alive_s)
+        deltas = await generation.next()
 
 
 def _frame(chunk: dict[str, Any]) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +193,24 @@ def test_offsets_and_order_of_tokens() -> None:
     assert piece.offsets == (0, 1, 1)
     tail = stream.finish()
     assert (tail.text, tail.token_ids, tail.offsets) == ("x", (ord("x"),), (2,))
+
+
+def test_a_real_tokenizer(default_model: pathlib.Path) -> None:
+    """Random ids and many scripts through the default model's byte-level tokenizer."""
+    from sparsejax.models.load import gguf_reader, gguf_tokenizer
+
+    tokenizer = gguf_tokenizer.gguf_tokenizer(gguf_reader.read_gguf(default_model).metadata, None)
+    rng = random.Random(0)
+    for i in range(100):
+        if i % 2:
+            ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 80))]
+        else:
+            text = "Grüße 👩‍👩‍👧 日本語 हिन्दी ไทย" + "".join(chr(rng.randrange(0x20, 0x2FFF)) for _ in range(20))
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        for skip in (True, False):
+            stream = TextStream(tokenizer, skip_special_tokens=skip)
+            text = "".join(stream.push([token]).text for token in ids) + stream.finish().text
+            assert text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 def test_wrong_number_of_logprobs() -> None:
