@@ -43,7 +43,7 @@ async def respond(
     loop = asyncio.get_running_loop()
     watch = asyncio.ensure_future(_disconnected(http.receive))
     watch.add_done_callback(lambda _: generation.abandon())
-    timers = [_KeepAlive(generation, keep_alive_s)] if stream else []
+    timers: list[_KeepAlive | asyncio.TimerHandle] = [_KeepAlive(generation, keep_alive_s)] if stream else []
     started = False
     state.active_requests += 1
 
