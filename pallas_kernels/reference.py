@@ -83,7 +83,7 @@ def page_scores(q: jax.Array, page_min: jax.Array, page_max: jax.Array, view: Pa
     head_pages = view.head_pages(0, view.table.shape[2])
     low = page_min[head_pages].astype(jnp.float32)
     high = page_max[head_pages].astype(jnp.float32)
-    batch, heads, columns, dim = low.shape
+    batch, heads, _, dim = low.shape
     query = q.astype(jnp.float32).reshape(batch, heads, -1, 1, dim)
     return jnp.maximum(query * low[:, :, None], query * high[:, :, None]).sum(-1).max(2)
 
@@ -92,6 +92,6 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Arra
     """Joins attention over disjoint key sets: [(out [..., head_dim], lse [...])] -> (out, lse)."""
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, axis=0)
-    weights = jnp.exp(lses - total)
+    weights = jnp.exp(lses - total[None])
     out = sum(weight[..., None] * out.astype(jnp.float32) for weight, (out, _) in zip(weights, parts, strict=True))
     return out, total

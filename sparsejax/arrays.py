@@ -39,6 +39,7 @@ class ArraySpec:
 
 
 def is_spec(x: Any) -> bool:
+    """True for a leaf of a spec tree."""
     return isinstance(x, ArraySpec)
 
 

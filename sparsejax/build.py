@@ -61,6 +61,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
     spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
     # What can't fit is refused before anything large is read.
     plan(config, spec, _checkpoint_id(config))
+    report(Progress("load", detail=config.model or "the default model"))
     loaded = load.load_model(
         config.model,
         load_format=config.load_format,
@@ -113,7 +114,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         model_name=loaded.name,
         model_path=str(loaded.path or loaded.name),
         generation_defaults=defaults,
-        info=_info(capacity),
+        info=_info(capacity, config.attention_impl),
     )
 
 
@@ -141,7 +142,10 @@ def explain(config: EngineConfig) -> list[str]:
     device = jax.devices()[0]
     lines = [f"{'device':<9} jax {jax.__version__}, {device.platform}, {device.device_kind}"]
     lines += [f"{topic:<9} {fact}" for topic, fact in capacity.lines()]
-    lines += [f"{'kernels':<9} {operation}: {name}" for operation, name in _info(capacity)["attention_impl"].items()]
+    lines += [
+        f"{'kernels':<9} {operation}: {name}"
+        for operation, name in _info(capacity, config.attention_impl)["attention_impl"].items()
+    ]
     return lines
 
 
@@ -149,7 +153,7 @@ def _checkpoint_id(config: EngineConfig) -> str:
     return pathlib.Path(config.model).name if config.model else "default"
 
 
-def _info(capacity: Capacity) -> dict[str, dict[str, Any]]:
+def _info(capacity: Capacity, attention_impl: str | None) -> dict[str, dict[str, Any]]:
     from sparsejax.pallas_kernels import api
 
     device = jax.devices()[0]
@@ -164,7 +168,7 @@ def _info(capacity: Capacity) -> dict[str, dict[str, Any]]:
             "sparse_method": default,
             "storage": capacity.storage.name,
         },
-        "attention_impl": {operation: next(iter(known)) for operation, known in api.IMPLEMENTATIONS.items()},
+        "attention_impl": api.expected(attention_impl),
     }
 
 
@@ -174,8 +178,9 @@ def _prepare_backend(config: EngineConfig) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(min(config.memory_fraction + 0.03, 0.98)))
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    if config.compilation_cache and jax.config.jax_compilation_cache_dir is None:
-        folder = config.compilation_cache_dir or str(cache_dir() / "compiled")
+    if config.compilation_cache:
+        theirs = getattr(jax.config, "jax_compilation_cache_dir", None)
+        folder = config.compilation_cache_dir or theirs or str(cache_dir() / "compiled")
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

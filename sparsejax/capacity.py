@@ -77,16 +77,22 @@ class Capacity:
             ("model", model),
             ("method", f"{names}; storage {self.storage.name}, {self.storage.bytes_per_token(geometry):,} bytes/token"),
             ("memory", f"{usable}{fixed}"),
-            ("capacity", f"{self.kv_tokens:,} tokens of KV: {full} dense rows of {length:,}; {self.num_rows} rows at most"),
+            (
+                "capacity",
+                f"{self.kv_tokens:,} tokens of KV: {full} dense rows of {length:,}; at most {self.num_rows} rows",
+            ),
         ]
         if default.evicts:
             # After its prompt a row keeps this much; at most one row at a time is at its prompt's peak.
             kept = int(default.kept_after("prompt", _array(length))[0])
             rows = max(0, self.kv_tokens - length) // max(kept, 1)
-            facts.append(("capacity", f"after eviction a prompt of {length:,} keeps {kept:,} tokens: {rows} such rows fit"))
+            facts.append(
+                ("capacity", f"of a prompt of {length:,} tokens eviction keeps {kept:,}: {rows} such rows fit")
+            )
         reads = default.rows_read(length, geometry)
         facts.append(("reads", f"a decode step at {length:,} tokens reads {reads:,} per layer and head"))
-        facts.append(("programs", f"decode rows {_buckets(self.decode_buckets)}; prefill {_prefills(self.prefill_buckets)}"))
+        programs = f"decode rows {_buckets(self.decode_buckets)}; prefill {_prefills(self.prefill_buckets)}"
+        facts.append(("programs", programs))
         return facts
 
 

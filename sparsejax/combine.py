@@ -120,4 +120,3 @@ def _check(params: Composed, geometry: Geometry) -> list[str]:
 def with_granularity(method: Method, granularity: Granularity) -> Method:
     """The same method with finer (or coarser) page allocations; results do not change. For tests and experiments."""
     return dataclasses.replace(method, granularity=granularity)
-

@@ -169,6 +169,7 @@ class Lifecycle:
         if copies is None:
             return
         assert target.pages is not None
+        target.observed_from = source.observed_from
         self.waiting.remove(target)
         self._seat(target)
         plan = ForkRow(source.row, target.row, target.pages.updates(), copies)
@@ -216,7 +217,7 @@ class Lifecycle:
             # Tokens that are in flight still count when they arrive: the same seed and position sample them again.
             seq.rebuilt = seq.rebuilt or seq.computed > 0
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
-            seq.computed = seq.dispatched = 0
+            seq.computed = seq.dispatched = seq.observed_from = 0
             seq.phase_due = None
             seq.state = State.WAITING
             self.waiting.append(seq)
@@ -312,6 +313,7 @@ class Lifecycle:
         assert pages is not None
         assert phase is not None
         kept = self.memory.kept(facts, phase, pages.lengths)
+        observed = seq.computed - seq.observed_from
         if kept is not None:
             while self.memory.pool.free_pages(facts.granularity) < pages.columns_of(kept).sum():
                 self._relieve(seq, "a compaction")
@@ -319,7 +321,7 @@ class Lifecycle:
                     return  # swapped out; `phase_due` stays and is carried out before the next step
 
             def submit(table: np.ndarray) -> None:
-                plan = MaintainRow(seq.row, "evict", phase, pages.lengths.copy(), kept, table, seq.computed)
+                plan = MaintainRow(seq.row, "evict", phase, pages.lengths.copy(), kept, table, observed)
                 call_runner(self.runner.maintain, seq.group.method, plan)
 
             freed = pages.compact(kept, submit)
@@ -327,6 +329,8 @@ class Lifecycle:
             self.metrics.pages_evicted.inc(freed)
             self.metrics.maintenance_steps.inc(kind="evict")
             self.memory.shrink(seq)
+        if kept is not None or phase == "prompt":
+            seq.observed_from = seq.computed
         seq.phase_due = None
 
     def _guard(self, seq: Sequence, work: Callable[[Sequence], Any]) -> Any:

@@ -138,6 +138,8 @@ class _Row:
     table: np.ndarray  # int32 [layers, heads, columns]
     last_token: int | None = None
     last_stamp: int = 0
+    prompt_end: int = 0  # tokens processed when the prompt ended
+    compacted_at: int = 0  # tokens processed at the last compaction
 
     def copy(self) -> _Row:
         stamps = [[s.copy() for s in layer] for layer in self.stamps]
@@ -149,6 +151,8 @@ class _Row:
             self.table.copy(),
             self.last_token,
             self.last_stamp,
+            self.prompt_end,
+            self.compacted_at,
         )
 
 
@@ -307,6 +311,8 @@ class MockRunner:
                 self._rows[plan.row] = self._empty(method)
             row = self._row(plan.row, method)
             self._append(plan.row, row, plan.tokens.tolist(), plan.table_updates)
+            if plan.sample:
+                row.prompt_end = len(row.history)
             tokens.append(self._sample(plan.row, row, plan.sampling) if plan.sample else -1)
         return self._ticket("prefill", rows, tokens, sum(len(plan.tokens) for plan in rows), fault)
 
@@ -331,13 +337,17 @@ class MockRunner:
             bool((lengths == plan.length).all()),
             f"row {plan.row} has {lengths.tolist()} rows, not {plan.length.tolist()}",
         )
-        self._require(plan.turn_tokens == len(row.history), "turn_tokens is not what was processed")
+        since = max(row.compacted_at, row.prompt_end if plan.phase == "token" else 0)
+        self._require(
+            plan.observed_tokens == len(row.history) - since, "observed_tokens is not what this phase has processed"
+        )
         self._check_contents(plan.row, row)
         facts = self._limits.methods[method]
         expected = np.broadcast_to(facts.kept_after(plan.phase, lengths), lengths.shape)
         self._require(
             bool((expected == plan.kept).all()), f"{method} keeps {expected.tolist()} rows, not {plan.kept.tolist()}"
         )
+        row.compacted_at = len(row.history)
         self.log.append((method, plan.phase, len(row.history), lengths.tolist(), plan.kept.tolist()))
         columns = self._pages(plan.kept)
         self._require(plan.new_pages.shape == (*columns.shape, columns.max()), "new_pages has the wrong shape")

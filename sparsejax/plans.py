@@ -12,6 +12,7 @@ granularity shares them. Page 0 is the null page.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +80,7 @@ class MaintainRow:
       length: rows before, per [layer][head] of the granularity (int32 array of `Geometry.table_shape`).
       kept: rows after, same shape.
       new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows, in order.
-      turn_tokens: tokens processed in this phase (prompt or decode) since it began or since the row's last
+      observed_tokens: tokens processed in this phase (prompt or decode) since it began or since the row's last
         compaction, whichever is later (bounds observation windows).
     """
 
@@ -89,7 +90,7 @@ class MaintainRow:
     length: np.ndarray
     kept: np.ndarray
     new_pages: np.ndarray
-    turn_tokens: int
+    observed_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +203,7 @@ class RunnerLimits:
     decode_buckets: tuple[int, ...]
     prefill_buckets: tuple[tuple[int, int], ...]
     eos_ids: tuple[int, ...]
-    methods: dict[str, MethodFacts]
+    methods: Mapping[str, MethodFacts]
 
 
 class Runner(Protocol):

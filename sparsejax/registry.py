@@ -1,7 +1,7 @@
 """Finds methods and storages by looking into their folders, and turns "a+b+c" into one method and one storage.
 
-A file in `methods/` or `storages/` exports `PARAMS` (a frozen dataclass type) and `build(params)`; optionally `ALIASES`.
-Flags, the docs table and tests are derived from what is found here.
+A file in `methods/` or `storages/` exports `PARAMS` (a frozen dataclass type) and `build(params)`; optionally
+`ALIASES`. Flags, the docs table and tests are derived from what is found here.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _split(spec: str) -> list[tuple[str, dict[str, Any]]]:
-    """"a(x=1,y=2)+b" -> [("a", {"x": 1, "y": 2}), ("b", {})]."""
+    """Splits "a(x=1,y=2)+b" into [("a", {"x": 1, "y": 2}), ("b", {})]."""
     members = []
     for part in re.split(r"\+(?![^()]*\))", spec.strip()):
         match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", part)
@@ -138,7 +138,7 @@ def resolve(
     """The method and storage that a composition names.
 
     Args:
-      spec: names joined by "+", each optionally with its own knobs: "snap(decode_keep_tokens=960)+quest".
+      spec: names joined by "+", each optionally with its own knobs: "a(decode_keep_tokens=960)+b".
       params: knobs by name, given to every member that has them ("member.knob" to one member only). Knobs in `spec`
         win.
       storage: name of the storage if `spec` names none.

@@ -250,6 +250,7 @@ class Sequence:
       dispatched: output tokens whose sampling was submitted; those beyond `output` are in flight.
       prefill_len: tokens that go through prompt chunks: the prompt, or prompt and output after a rebuild.
       phase_due: maintenance phase that was reached but not yet carried out.
+      observed_from: `computed` when the phase (prompt or decode) began or the row was last compacted.
       leader: the choice from which this one will fork, while it waits for that.
       reserved_pages: most pages the row may hold within its prompt and decode window; held ones included.
       window_end: the reservation covers decoding up to this many dispatched tokens.
@@ -267,6 +268,7 @@ class Sequence:
         self.computed = 0
         self.dispatched = 0
         self.phase_due: str | None = None
+        self.observed_from = 0
         self.leader: Sequence | None = None
         self.row = 0  # 0: none
         self.pages: RowPages | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -179,7 +179,7 @@ class DeviceRunner:
         """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
         self._sealed = True
 
-    def programs(self) -> Iterable[tuple[str, Callable[[], None]]]:
+    def programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """(name, compile it) for every program that serving needs, most needed first."""
         for name, method in self._methods.items():
             for bucket in self._limits.decode_buckets:
@@ -336,7 +336,9 @@ class DeviceRunner:
         kept = int(plan.kept.max())
         if (plan.kept != kept).any():
             raise ValueError("maintain: kept rows must be the same for all layers and heads")
-        inputs = steps.MaintainInputs(np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.turn_tokens))  # type: ignore[arg-type]
+        inputs = steps.MaintainInputs(
+            np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.observed_tokens)
+        )  # type: ignore[arg-type]
         self.state = self._maintain_program(method, plan.phase, kept)(self.state, inputs)
 
     def fork(self, method: str, plan: ForkRow) -> None:
@@ -392,7 +394,7 @@ class DeviceRunner:
         static = {"granularity": granularity.value}
         self.state = self._program("import_row_state", key, steps.import_row_state, args, static)(*args)
 
-    def _blocks(self, head_pages: np.ndarray) -> Iterable[np.ndarray]:
+    def _blocks(self, head_pages: np.ndarray) -> Iterator[np.ndarray]:
         size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
         for start in range(0, len(head_pages), size):
             yield _padded(head_pages[start : start + size], size)

@@ -122,8 +122,8 @@ def _keys(inputs: SamplingInputs) -> jax.Array:
             key = jax.random.fold_in(key, word)
         return key
 
-    as_words = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (inputs.seed_low, inputs.seed_high, inputs.position)]
-    return jax.vmap(one)(*as_words)
+    words = (inputs.seed_low, inputs.seed_high, inputs.position)
+    return jax.vmap(one)(*(jax.lax.bitcast_convert_type(word, jnp.uint32) for word in words))
 
 
 def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:

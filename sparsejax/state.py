@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class KVState(struct.PyTreeNode):
     Row 0 of every per-row array and page 0 of every granularity are null: padding reads and writes them.
 
     Attributes:
-      pools: the storage's payload and "positions" (int32 logical position of each row), [num_head_pages, page_size, ..].
+      pools: the storage's payload and "positions" (int32, of each row), [num_head_pages, page_size, ...].
       page_aux: method arrays per head-page, [num_head_pages, ...].
       row_aux: method arrays per layer and row, [num_layers, num_rows + 1, ...].
       tables: page tables by granularity, int32 [layers, heads, num_rows + 1, max_pages].
@@ -56,7 +57,7 @@ class KVState(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class StateSize:
-    """How much state to allocate: resident rows (null row not counted), sequence pages (null page counted), vocabulary."""
+    """How much to allocate: resident rows (null row not counted), sequence pages (null page counted), vocabulary."""
 
     num_rows: int
     num_sequence_pages: int
@@ -93,19 +94,20 @@ def state_specs(geometry: Geometry, size: StateSize, methods: tuple[Method, ...]
             shape = (*geometry.table_shape(granularity), rows)
             tables[granularity.value] = ArraySpec((*shape, geometry.max_pages), "int32")
             lengths[granularity.value] = ArraySpec(shape, "int32")
-    return KVState(
-        pools=pools,
-        page_aux=aux["page"],
-        row_aux=aux["row"],
-        tables=tables,
-        lengths=lengths,
-        positions=ArraySpec((rows,), "int32"),
-        last_tokens=ArraySpec((rows,), "int32"),
-        counts=ArraySpec((rows, size.vocab_size), "int32"),
-        bias_ids=ArraySpec((rows, MAX_BIAS), "int32"),
-        bias_values=ArraySpec((rows, MAX_BIAS), "float32"),
-        stop_ids=ArraySpec((rows, MAX_STOP_IDS), "int32", fill=-1),
-    )  # type: ignore[arg-type]  # a state of specs has the same tree as a state of arrays
+    specs: dict[str, Any] = {
+        "pools": pools,
+        "page_aux": aux["page"],
+        "row_aux": aux["row"],
+        "tables": tables,
+        "lengths": lengths,
+        "positions": ArraySpec((rows,), "int32"),
+        "last_tokens": ArraySpec((rows,), "int32"),
+        "counts": ArraySpec((rows, size.vocab_size), "int32"),
+        "bias_ids": ArraySpec((rows, MAX_BIAS), "int32"),
+        "bias_values": ArraySpec((rows, MAX_BIAS), "float32"),
+        "stop_ids": ArraySpec((rows, MAX_STOP_IDS), "int32", fill=-1),
+    }
+    return KVState(**specs)  # a state of specs has the same tree as a state of arrays
 
 
 def empty_state(geometry: Geometry, size: StateSize, methods: tuple[Method, ...], storage: Storage) -> KVState:
@@ -119,7 +121,9 @@ def sequence_page_nbytes(geometry: Geometry, methods: tuple[Method, ...], storag
     return tree_nbytes((one.pools, one.page_aux))
 
 
-def fixed_nbytes(geometry: Geometry, num_rows: int, vocab_size: int, methods: tuple[Method, ...], storage: Storage) -> int:
+def fixed_nbytes(
+    geometry: Geometry, num_rows: int, vocab_size: int, methods: tuple[Method, ...], storage: Storage
+) -> int:
     """Bytes of the per-row state, independent of the number of pages."""
     specs = state_specs(geometry, StateSize(num_rows, 0, vocab_size), methods, storage)
     return tree_nbytes(specs)

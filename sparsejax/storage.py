@@ -7,7 +7,7 @@ attention kernels, so one kernel serves every storage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ class Storage:
     summary: str
     payload: Callable[[Any, Geometry], dict[str, ArraySpec]]
     encode: Callable[[Any, Geometry, jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
-    load_tile: Callable[[Any, Geometry, dict[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
+    load_tile: Callable[[Any, Geometry, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
     paper: str = ""
     check: Callable[[Any, Geometry, str, str], list[str]] = lambda params, geometry, checkpoint_id, config_sha256: []
 

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +38,9 @@ class Params:
         if self.static and self.fp8_kv_scale_path is None:
             raise MethodError(f"fp8_kv_scale_mode={self.fp8_kv_scale_mode!r} needs fp8_kv_scale_path")
         if not self.static and self.fp8_kv_scale_path is not None:
-            raise MethodError(f"fp8_kv_scale_path is only read with a static scale mode, not {self.fp8_kv_scale_mode!r}")
+            raise MethodError(
+                f"fp8_kv_scale_path is only read with a static scale mode, not {self.fp8_kv_scale_mode!r}"
+            )
 
     @property
     def static(self) -> bool:
@@ -140,11 +143,15 @@ def static_scale(params: Calibrated, layer: jax.Array, which: int, num_heads: in
     """float32 [num_heads] of a layer."""
     if params.mode == "unit":
         return jnp.ones((num_heads,), jnp.float32)
-    table = jnp.asarray([[pair[which][0]] * num_heads if len(pair[which]) == 1 else pair[which] for pair in params.layers])
+    table = jnp.asarray(
+        [[pair[which][0]] * num_heads if len(pair[which]) == 1 else pair[which] for pair in params.layers]
+    )
     return table.astype(jnp.float32)[layer]
 
 
-def encode(params: Calibrated, geometry: Geometry, layer: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+def encode(
+    params: Calibrated, geometry: Geometry, layer: jax.Array, k: jax.Array, v: jax.Array
+) -> dict[str, jax.Array]:
     """k and v are [..., kv_heads, head_dim]."""
     if params.mode == "dynamic":
         k_scale, v_scale = dynamic_scale(k), dynamic_scale(v)
@@ -161,7 +168,7 @@ def encode(params: Calibrated, geometry: Geometry, layer: jax.Array, k: jax.Arra
 
 
 def load_tile(
-    params: Calibrated, geometry: Geometry, tiles: dict[str, jax.Array], layer: jax.Array
+    params: Calibrated, geometry: Geometry, tiles: Mapping[str, jax.Array], layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Tiles are [batch, kv_heads, rows, ...]."""
     if params.mode == "dynamic":

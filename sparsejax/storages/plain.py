@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 
 from sparsejax.arrays import ArraySpec
@@ -20,7 +22,7 @@ def encode(params: NoParams, geometry: Geometry, layer: jax.Array, k: jax.Array,
 
 
 def load_tile(
-    params: NoParams, geometry: Geometry, tiles: dict[str, jax.Array], layer: jax.Array
+    params: NoParams, geometry: Geometry, tiles: Mapping[str, jax.Array], layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return tiles["k"], tiles["v"]
 

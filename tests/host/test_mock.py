@@ -86,7 +86,7 @@ def test_a_fork_with_a_wrong_copy_is_noticed() -> None:
         ({"new_pages": np.array([[[1]]], np.int32)}, "fresh pages"),
         ({"new_pages": np.array([[[0]]], np.int32)}, "fresh pages"),
         ({"new_pages": np.array([[[5, 6]]], np.int32)}, "wrong shape"),
-        ({"turn_tokens": 3}, "turn_tokens"),
+        ({"observed_tokens": 3}, "observed_tokens"),
     ],
 )
 def test_a_wrong_compaction_is_noticed(change: dict, complaint: str) -> None:
@@ -94,7 +94,7 @@ def test_a_wrong_compaction_is_noticed(change: dict, complaint: str) -> None:
     runner.setup_row(1, (), ())
     runner.prefill("window", [chunk(1, [1, 2, 3, 4, 5, 6], table(1, 2))])
     length, kept = np.array([[6]], np.int32), np.array([[3]], np.int32)
-    plan = MaintainRow(1, "evict", "token", length, kept, np.array([[[5]]], np.int32), 6)
+    plan = MaintainRow(1, "evict", "token", length, kept, np.array([[[5]]], np.int32), 0)
     with pytest.raises(ContractError, match=complaint):
         runner.maintain("window", dataclasses.replace(plan, **change))
     runner.maintain("window", plan)
