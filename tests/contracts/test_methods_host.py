@@ -1,4 +1,4 @@
-"""What the host knows by arithmetic is what the device does: rows kept, the most rows held, rows read, pages returned."""
+"""The host's arithmetic is what the device does: rows kept, the most rows held, rows read, pages returned."""
 
 from __future__ import annotations
 

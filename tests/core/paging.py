@@ -33,7 +33,7 @@ class Paged:
     geometry: Geometry
     pools: dict[str, jax.Array]
     view: PageView
-    head_pages: jax.Array
+    head_pages: np.ndarray
     storage: Storage
     layer: jax.Array
 
@@ -78,33 +78,38 @@ def paged(
     entries past the end point to such pages.
     """
     storage = storage or plain_storage()
-    k, v = jnp.asarray(k, geometry.dtype), jnp.asarray(v, geometry.dtype)
-    batch, rows = k.shape[:2]
+    batch, num_rows = k.shape[:2]
     lengths = np.broadcast_to(np.asarray(lengths, np.int32), (batch,))
     table_layers, table_heads = geometry.table_shape(granularity)
-    columns = geometry.pages(rows)
+    columns = geometry.pages(num_rows)
     num_slabs = 2 * batch * columns + 1
     slab = table_layers * table_heads
     rng = np.random.default_rng(seed)
     ids = rng.permutation(np.arange(slab, num_slabs * slab))[: slab * batch * columns]
     table = jnp.asarray(ids.reshape(table_layers, table_heads, batch, columns), jnp.int32)
-    each = jnp.broadcast_to(jnp.asarray(lengths), (table_layers, table_heads, batch))
+    each = jnp.asarray(np.broadcast_to(lengths, (table_layers, table_heads, batch)))
     view = layer_view(geometry, granularity, table, each, jnp.int32(layer))
-    head_pages = view.head_pages(0, columns)
-    row = np.arange(rows)
-    sequence, index = np.nonzero(row[None, :] < lengths[:, None])
-    target = head_pages[sequence, :, index // geometry.page_size]  # [stored rows, kv_heads]
-    offsets = jnp.asarray(index % geometry.page_size)[:, None]
-    payload = storage.encode(storage.params, geometry, jnp.int32(layer), k[sequence, index], v[sequence, index])
+    head_pages = np.asarray(view.head_pages(0, columns))
+    sequence, index = np.nonzero(np.arange(num_rows)[None, :] < lengths[:, None])
+    target, offsets = head_pages[sequence, :, index // geometry.page_size], (index % geometry.page_size)[:, None]
+    k, v = (jnp.asarray(x, geometry.dtype) for x in (k, v))
+    payload = _encode(storage, geometry, jnp.int32(layer), k, v)
+    num_head_pages = num_slabs * geometry.head_pages_per_sequence_page
     pools = {}
     for name, spec in storage.payload(storage.params, geometry).items():
-        shape = (num_slabs * geometry.head_pages_per_sequence_page, *spec.shape)
         floating = jnp.issubdtype(spec.dtype, jnp.floating)
         junk = poison if floating else jnp.iinfo(spec.dtype).max  # 0xFF is also an 8-bit float's NaN
-        pools[name] = jnp.full(shape, junk, spec.dtype).at[target, offsets].set(payload[name])
-    positions = jnp.broadcast_to(jnp.asarray(index, jnp.int32)[:, None], target.shape)
-    pools[POSITIONS] = jnp.full(shape[:2], -7, jnp.int32).at[target, offsets].set(positions)
+        pools[name] = np.full((num_head_pages, *spec.shape), junk, jnp.dtype(spec.dtype))
+        pools[name][target, offsets] = np.asarray(payload[name])[sequence, index]
+    pools[POSITIONS] = np.full((num_head_pages, geometry.page_size), -7, np.int32)
+    pools[POSITIONS][target, offsets] = index[:, None]
+    pools = {name: jnp.asarray(pool) for name, pool in pools.items()}
     return Paged(geometry, pools, view, head_pages, storage, jnp.int32(layer))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _encode(storage: Storage, geometry: Geometry, layer, k, v):
+    return storage.encode(storage.params, geometry, layer, k, v)
 
 
 def evict_context(

@@ -1,0 +1,121 @@
+"""What the compiler makes of the step functions: the state is updated in place, whatever the pool's size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from sparsejax import steps
+from sparsejax.arrays import is_spec
+from sparsejax.state import StateSize, state_specs
+from tests.contracts.compositions import start
+from tests.core import harness
+
+COMPOSITIONS = ["dense", "quest", "snapkv", "dense+fp8_kv", "snapkv+quest+fp8_kv"]
+NUM_PAGES = 60_000
+"""Enough that the smallest pool array is far larger than anything else a program needs."""
+
+
+@functools.cache
+def compiled(composition: str) -> tuple[dict, steps.KVState]:
+    """Every program of a composition, compiled for a state that is never allocated."""
+    session = start(composition)
+    geometry, statics, weights = session.geometry, session.statics, session.weights
+    size = StateSize(session.num_rows, NUM_PAGES, session.spec.vocab_size)
+    specs = state_specs(geometry, size, (session.method,), session.storage)
+    state = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
+    batch, per_row = session.num_rows, int(np.prod(session.shape))
+    ints, floats = steps.greedy_inputs(batch)
+    updates = np.zeros((batch * 13 * per_row, 5), np.int32)
+    decode = steps.DecodeInputs(np.zeros((batch, 2), np.int32), ints, floats, updates)  # type: ignore[arg-type]
+    tokens, rows = np.zeros((batch, session.chunk), np.int32), np.zeros((batch, 4), np.int32)
+    prefill = steps.PrefillInputs(tokens, rows, ints, floats, updates)  # type: ignore[arg-type]
+    row, ids = np.int32(1), np.zeros(24, np.int32)
+    pages = np.zeros((*session.shape, 4), np.int32)
+    grain = {"granularity": session.grain.value}
+    exported = jax.eval_shape(steps.export_rows, state, ids)
+    row_state = jax.eval_shape(functools.partial(steps.export_row_state, **grain), state, row)
+    table = np.zeros((*session.shape, geometry.max_pages), np.int32)
+    bias = (np.zeros(256, np.int32), np.zeros(256, np.float32), np.zeros(32, np.int32))
+    lowered = {
+        "decode_step": harness._decode.lower(statics, weights, state, decode),
+        "prefill_chunk": harness._prefill.lower(statics, weights, state, prefill),
+        "copy_pages": steps.copy_pages.lower(state, ids, ids),
+        "import_rows": steps.import_rows.lower(state, ids, exported),
+        "fork_row": steps.fork_row.lower(state, row, row, updates, **grain),
+        "import_row_state": steps.import_row_state.lower(state, row, row_state, table, **grain),
+        "setup_row": steps.setup_row.lower(state, row, *bias),
+    }
+    if session.method.evicts:
+        inputs = steps.MaintainInputs(row, pages, row)  # type: ignore[arg-type]
+        lowered["maintain_step"] = steps.maintain_step.lower(statics, state, inputs, phase="prompt", kept=13)
+    return {name: program.compile() for name, program in lowered.items()}, state
+
+
+def nbytes(tree) -> int:
+    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_the_whole_state_is_aliased(composition):
+    programs, state = compiled(composition)
+    for name, program in programs.items():
+        assert program.memory_analysis().alias_size_in_bytes == nbytes(state), name
+
+
+def shapes_of(text: str, operations: str) -> list[tuple[int, ...]]:
+    found = re.findall(rf"= \w+\[([\d,]+)\]\S* (?:{operations})\(", text)
+    return [tuple(map(int, shape.split(","))) for shape in found]
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_pools_are_never_copied(composition):
+    programs, state = compiled(composition)
+    pools = [*state.pools.values(), *state.page_aux.values()]
+    smallest = min(nbytes(pool) for pool in pools)
+    for name, program in programs.items():
+        text = program.as_text()
+        copies = shapes_of(text, "copy|copy-start|convert|bitcast-convert|transpose|select|broadcast|pad|concatenate")
+        assert not [shape for shape in copies if shape[0] == pools[0].shape[0]], name
+        # Whatever the operation is called: nothing as large as a pool exists beside the state.
+        assert program.memory_analysis().temp_size_in_bytes < smallest / 2, name
+
+
+def test_the_guards_can_fail():
+    """A step that copies its pool is caught by both guards."""
+    _, state = compiled("dense")
+
+    def step(state):
+        pools = {name: array.T.at[0].set(0).T for name, array in state.pools.items()}
+        return state.replace(pools=pools), state.pools["positions"].sum(0) + pools["positions"][::-1].sum(0)
+
+    program = jax.jit(step, donate_argnums=0).lower(state).compile()
+    pool = next(iter(state.pools.values()))
+    big = [s for s in shapes_of(program.as_text(), "copy|transpose|convert|broadcast|select") if pool.shape[0] in s]
+    assert big or program.memory_analysis().temp_size_in_bytes > nbytes(pool) / 2
+    program = jax.jit(step).lower(state).compile()
+    assert program.memory_analysis().alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_layers_of_one_role_share_one_trace(composition):
+    session = start(composition)
+    deep = dataclasses.replace(session.spec, num_layers=6)
+    weights = {**session.weights, "layers": [session.weights["layers"][0]] * 6}
+    geometry = deep.geometry(4, 64)
+    statics = dataclasses.replace(session.statics, spec=deep, geometry=geometry)
+    size = StateSize(4, 20, deep.vocab_size)
+    specs = state_specs(geometry, size, (session.method,), session.storage)
+    state = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
+    ints, floats = steps.greedy_inputs(4)
+    inputs = steps.DecodeInputs(np.zeros((4, 2), np.int32), ints, floats, np.zeros((4, 5), np.int32))  # type: ignore[arg-type]
+    jaxpr = harness._decode.trace(statics, weights, state, inputs).jaxpr
+    calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == "_layer"]
+    assert len(calls) == 6
+    roles = session.method.roles(6)
+    assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == len(set(roles))
