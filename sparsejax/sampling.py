@@ -94,9 +94,10 @@ def _largest_key(keys: jax.Array, enough) -> jax.Array:
 def filter_logits(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """Temperature-scaled logits with everything outside min-p, top-k and top-p at -inf, in this order."""
     vocab = logits.shape[1]
-    scaled = logits / jnp.maximum(inputs.temperature, 1e-6)[:, None]
-    scaled = scaled - scaled.max(-1, keepdims=True)  # the best token has 0, so exp(scaled) is its share of the best
-    scaled = jnp.where(jnp.exp(scaled) >= inputs.min_p[:, None], scaled, -jnp.inf)
+    # The best token has exactly 0 (a difference taken after the division need not be), so exp(scaled) is a token's
+    # share of the best, and the best is never cut.
+    scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(inputs.temperature, 1e-6)[:, None]
+    scaled = jnp.where((jnp.exp(scaled) >= inputs.min_p[:, None]) | (scaled == 0), scaled, -jnp.inf)
     top_k = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocab), vocab)
 
     def cut_top_k(x):
