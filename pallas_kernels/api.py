@@ -2,42 +2,118 @@
 
 Every attention returns `(out, lse)`: results over disjoint key sets merge (`merge`), so sinks, windows, selected
 pages and KV splits compose. Implementations live in a folder per operation; `reference` holds the float32 oracle.
-What was chosen is logged once per operation.
+
+A specialised implementation says why it can't serve a call (`unsupported`). Left alone ("auto"), the portable one
+takes such a call, and what was chosen is logged once with the reasons. `implementation` asks for one by name, or for
+some operations only: "decode_attention=xla,page_scores=triton". What was asked for and can't be had is an error.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from types import ModuleType
+from typing import Any
 
 import jax
 
+from sparsejax.pallas_kernels.decode_attention import triton as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.page_scores import triton as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
+from sparsejax.pallas_kernels.triton_support import platform, platform_problem
 
-__all__ = ["IMPLEMENTATIONS", "decode_attention", "merge", "page_scores", "prefill_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "chosen",
+    "decode_attention",
+    "expected",
+    "merge",
+    "page_scores",
+    "prefill_attention",
+]
 
 log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
-    "decode_attention": {"xla": _decode_xla},
+    "decode_attention": {"triton": _decode_triton, "xla": _decode_xla},
     "prefill_attention": {"xla": _prefill_xla},
-    "page_scores": {"xla": _scores_xla},
+    "page_scores": {"triton": _scores_triton, "xla": _scores_xla},
 }
+"""Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
+
+_chosen: dict[str, dict[str, tuple[str, ...]]] = {}
+"""Operation -> implementation -> reasons against better ones, of every call traced so far."""
 
 
-@functools.cache
-def _choose(operation: str, implementation: str | None) -> ModuleType:
+def chosen() -> dict[str, tuple[str, ...]]:
+    """The implementations that calls traced so far were given, by operation."""
+    return {operation: tuple(names) for operation, names in _chosen.items()}
+
+
+def expected(implementation: str | None = None) -> dict[str, str]:
+    """What each operation will use on this platform if its shapes are supported. Traces nothing."""
+    problem = platform_problem()
+    names = {}
+    for operation, known in IMPLEMENTATIONS.items():
+        name = _wanted(operation, implementation)
+        names[operation] = name or next(n for n in known if n != "triton" or problem is None)
+    return names
+
+
+def _wanted(operation: str, implementation: str | None) -> str | None:
+    """The name asked for, None to choose."""
+    if implementation in (None, "auto"):
+        return None
+    assert implementation is not None
+    name: str = implementation
+    if "=" in implementation:
+        pairs = dict(part.strip().partition("=")[::2] for part in implementation.split(","))
+        if unknown := sorted(set(pairs) - set(IMPLEMENTATIONS)):
+            raise ValueError(f"unknown operation {unknown[0]!r}; known: {', '.join(sorted(IMPLEMENTATIONS))}")
+        name = pairs.get(operation, "auto")
+        if name == "auto":
+            return None
     known = IMPLEMENTATIONS[operation]
-    name = "xla" if implementation in (None, "auto") else implementation
     if name not in known:
         raise ValueError(f"{operation} has no implementation {name!r}; known: {', '.join(sorted(known))}")
-    log.info("%s: %s", operation, name)
-    return known[name]
+    return name
+
+
+def _problem(module: ModuleType, arguments: tuple[Any, ...]) -> str | None:
+    """Why an implementation can't serve a call; those that serve every call don't define `unsupported`."""
+    unsupported = getattr(module, "unsupported", None)
+    return None if unsupported is None else unsupported(*arguments)
+
+
+def _choose(operation: str, implementation: str | None, *arguments: Any) -> ModuleType:
+    """The implementation for a call; `arguments` are what `unsupported` takes."""
+    known = IMPLEMENTATIONS[operation]
+    name = _wanted(operation, implementation)
+    if name is not None:
+        if (problem := _problem(known[name], arguments)) is not None:
+            raise ValueError(f"{operation} can't use implementation {name!r}: {problem}")
+        _note(operation, name, ())
+        return known[name]
+    reasons = []
+    for name, module in known.items():
+        if (problem := _problem(module, arguments)) is None:
+            _note(operation, name, tuple(reasons))
+            return module
+        reasons.append(f"{name}: {problem}")
+    raise AssertionError(f"no implementation serves every call of {operation}")
+
+
+def _note(operation: str, name: str, reasons: tuple[str, ...]) -> None:
+    """Logs a choice the first time it is made for these reasons; what costs speed on a GPU is a warning."""
+    made = _chosen.setdefault(operation, {})
+    if made.get(name) == reasons:
+        return
+    made[name] = reasons
+    level = logging.WARNING if reasons and platform() == "gpu" else logging.INFO
+    log.log(level, "%s: %s%s", operation, name, f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def decode_attention(
@@ -60,13 +136,16 @@ def decode_attention(
       load_tile: decodes a storage's payload tiles to keys and values.
       layer: int32 scalar, passed to `load_tile`.
       scale: softmax scale.
-      implementation: None or "auto" to choose, else a name.
+      implementation: None or "auto" to choose, a name, or "operation=name,...".
 
     Returns:
       out [batch, num_q_heads, head_dim] in q's dtype, lse float32 [batch, num_q_heads] (natural log).
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
     """
-    chosen = _choose("decode_attention", implementation)
-    return chosen.decode_attention(q, pools, names, view, load_tile, layer, scale)
+    module = _choose("decode_attention", implementation, q, pools, names, view, load_tile)
+    return module.decode_attention(q, pools, names, view, load_tile, layer, scale)
 
 
 def prefill_attention(
@@ -92,8 +171,8 @@ def prefill_attention(
     Returns:
       out [batch, chunk, num_q_heads, head_dim] in q's dtype, lse float32 [batch, chunk, num_q_heads].
     """
-    chosen = _choose("prefill_attention", implementation)
-    return chosen.prefill_attention(q, pools, names, view, start, load_tile, layer, scale)
+    module = _choose("prefill_attention", implementation)
+    return module.prefill_attention(q, pools, names, view, start, load_tile, layer, scale)
 
 
 def page_scores(
@@ -105,7 +184,7 @@ def page_scores(
     page_size: int,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Upper bound of every page's attention logit, largest over the query heads of a KV head (Quest, arXiv 2406.10774).
+    """Upper bound of every page's attention logit, largest over the query heads of a KV head (arXiv 2406.10774).
 
     Args:
       q: [batch, num_q_heads, head_dim].
@@ -115,4 +194,5 @@ def page_scores(
     Returns:
       float32 [batch, num_kv_heads, columns].
     """
-    return _choose("page_scores", implementation).page_scores(q, page_min, page_max, view, page_size)
+    module = _choose("page_scores", implementation, q, page_min, page_max, view)
+    return module.page_scores(q, page_min, page_max, view, page_size)

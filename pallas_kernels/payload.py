@@ -1,0 +1,72 @@
+"""Which payload layouts a kernel can decode itself.
+
+`load_tile` is plain jnp and can't be traced into a Triton kernel. A kernel therefore knows a few layouts, and one of
+them is used only if the storage's `load_tile` computes exactly what the layout's own function does (both are traced and
+their expressions compared), whatever the storage is called. A storage that differs keeps the portable path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.pallas_kernels.layout import LoadTile, Pools
+
+PLAIN, ROW_SCALED = "plain", "row_scaled"
+CODES = jnp.float8_e4m3fn
+
+
+def _plain(tiles, layer, dtype):
+    return tiles["k"], tiles["v"]
+
+
+def _row_scaled(tiles, layer, dtype):
+    def codes(name):
+        bits = tiles[name].dtype == jnp.uint8
+        return jax.lax.bitcast_convert_type(tiles[name], CODES) if bits else tiles[name]
+
+    k = codes("k").astype(jnp.float32) * tiles["k_scale"][..., None]
+    v = codes("v").astype(jnp.float32) * tiles["v_scale"][..., None]
+    return k.astype(dtype), v.astype(dtype)
+
+
+_DECODERS = {
+    ("k", "v"): (PLAIN, _plain),
+    ("k", "k_scale", "v", "v_scale"): (ROW_SCALED, _row_scaled),
+}
+
+
+def recognise(load_tile: LoadTile, pools: Pools, names: tuple[str, ...], dtype: jax.typing.DTypeLike) -> str | None:
+    """The layout whose decoding equals `load_tile` with results of `dtype`, or None.
+
+    PLAIN: "k" and "v" are keys and values. ROW_SCALED: codes "k" and "v", `CODES` or their bits as uint8, times
+    float32 "k_scale" and "v_scale" per row.
+    """
+    if (known := _DECODERS.get(tuple(sorted(names)))) is None:
+        return None
+    layout, decode = known
+    tiles = {name: jax.ShapeDtypeStruct((1, 1, *pools[name].shape[1:]), pools[name].dtype) for name in names}
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    wanted = _expressions(lambda tiles, layer: decode(tiles, layer, dtype), tiles, layer)
+    if any(result.dtype != dtype for result in jax.eval_shape(load_tile, tiles, layer)):
+        return None
+    return layout if _expressions(load_tile, tiles, layer) == wanted else None
+
+
+def _expressions(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What each result is computed from, as nested tuples: equal whatever the order of independent steps."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    known: dict[Any, Any] = {var: ("argument", i) for i, var in enumerate(closed.jaxpr.invars)}
+    known |= {var: ("constant", id(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+
+    def expression(atom: Any) -> Any:
+        return ("literal", str(atom.aval), str(atom.val)) if hasattr(atom, "val") else known[atom]
+
+    for equation in closed.jaxpr.eqns:
+        inputs = tuple(expression(atom) for atom in equation.invars)
+        for i, var in enumerate(equation.outvars):
+            known[var] = (equation.primitive.name, str(sorted(equation.params.items())), inputs, i, str(var.aval))
+    return [(str(atom.aval), expression(atom)) for atom in closed.jaxpr.outvars]
