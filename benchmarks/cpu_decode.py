@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=16, help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-batch", action="store_true", help="also the peer with all prompts as one batch")
     arguments = parser.parse_args(argv)
     run = common.Run("cpu_decode", arguments)
     result, facts = measure(arguments)
@@ -129,7 +130,8 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
             if arguments.peer_python:
                 peer = TransformersPeer(arguments.peer_python, pathlib.Path(llm.built.model_path))
                 sides["peer"] = lambda: measure_peer(peer, prompts[:1], new_tokens)
-                sides["peer many"] = lambda: measure_peer(peer, prompts, new_tokens)
+                if arguments.peer_batch:
+                    sides["peer many"] = lambda: measure_peer(peer, prompts, new_tokens)
             for side in sides.values():
                 side()  # warm
             found = common.alternate(sides, arguments.rounds)
@@ -174,7 +176,6 @@ def judge(found: dict[str, list[Any]], peer_facts: dict[str, Any] | None, count:
     if peer_facts is not None:
         decode["peer"] = [x["decode_tokens_per_s"] for x in found["peer"]]
         whole["peer"] = [x["tokens_per_s"] for x in found["peer"]]
-        whole["peer many"] = [x["tokens_per_s"] for x in found["peer many"]]
         ours, theirs = found["one"][0].token_ids[0], found["peer"][0]["token_ids"][0]
         same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
         result["peer"] = {
@@ -182,19 +183,21 @@ def judge(found: dict[str, list[Any]], peer_facts: dict[str, Any] | None, count:
             "decode_tokens_per_s": common.summary(decode["peer"]),
             "tokens_per_s": common.summary(whole["peer"]),
             "first_token_s": common.summary([x["first_token_s"] for x in found["peer"]]),
-            "batch_tokens_per_s": common.summary(whole["peer many"]),
             "same_first_tokens": same,
         }
         result["one_over_peer"] = {
             "decode": common.ratio(decode["one"], decode["peer"]),
             "whole": common.ratio(whole["one"], whole["peer"]),
         }
-        result["many_over_peer_batch"] = common.ratio(whole["many"], whole["peer many"])
         rows.append(_row("transformers, 1 request", decode["peer"], whole["peer"]))
-        rows.append(_row(f"transformers, batch of {count}", None, whole["peer many"]))
         lines.append(_verdict("one request over transformers, decode", result["one_over_peer"]["decode"], 2.5))
         lines.append(_verdict("one request over transformers, whole", result["one_over_peer"]["whole"]))
-        lines.append(_verdict(f"{count} requests over transformers' batch, whole", result["many_over_peer_batch"]))
+        if "peer many" in found:
+            whole["peer many"] = [x["tokens_per_s"] for x in found["peer many"]]
+            result["peer"]["batch_tokens_per_s"] = common.summary(whole["peer many"])
+            result["many_over_peer_batch"] = common.ratio(whole["many"], whole["peer many"])
+            rows.append(_row(f"transformers, batch of {count}", None, whole["peer many"]))
+            lines.append(_verdict(f"{count} requests over transformers' batch, whole", result["many_over_peer_batch"]))
         lines.append(f"the first {same} of {len(ours)} greedy tokens are the same")
     lines.insert(0, _verdict(f"{count} requests over one, whole", result["many_over_one"]["whole"]))
     lines.insert(0, _verdict(f"{count} requests over one, decode", result["many_over_one"]["decode"], 5.0))

@@ -199,30 +199,37 @@ def measure_pages(arguments: argparse.Namespace, name: str) -> list[Pages]:
         for number, prompt in enumerate(common.windows(ids, arguments.prompts, context)):
             before = engine.snapshot
             events: queue.SimpleQueue = queue.SimpleQueue()
+            used: list[int] = []  # when each token came; the engine calls back between two steps
+
+            def on_event(event: Any, events: Any = events, used: list[int] = used) -> None:
+                used.append(_used_pages(engine))
+                events.put(event)
+
             params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(f"pages-{number}", tuple(prompt), params), events.put)
-            most, decoding, event = 0, 0, None
+            engine.submit(Request(f"pages-{number}", tuple(prompt), params), on_event)
+            most, event = 0, None
             while event is None or event.finish_reason is None:
+                most = max(most, _used_pages(engine))
                 try:
                     event = events.get(timeout=0.01)
                 except queue.Empty:
                     event = None
-                snapshot = engine.snapshot
-                used = snapshot.total_pages - snapshot.free_pages
-                most = max(most, used)
-                if snapshot.rows and snapshot.rows[0].output_tokens > 4:
-                    decoding = used
             if event.finish_reason != "length":
                 raise RuntimeError(f"the request ended with {event.finish_reason}: {event.error}")
             resident = event.stats.resident_tokens
             deadline = time.monotonic() + 10
-            while engine.snapshot.free_pages != engine.snapshot.total_pages and time.monotonic() < deadline:
+            while _used_pages(engine) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            after = engine.snapshot
-            if after.free_pages != after.total_pages:
-                raise RuntimeError(f"{name}: {after.total_pages - after.free_pages} pages were not returned")
-            found.append(Pages(decoding, most, after.evicted_pages - before.evicted_pages, resident))
+            if _used_pages(engine):
+                raise RuntimeError(f"{name}: {_used_pages(engine)} pages were not returned")
+            evicted = engine.snapshot.evicted_pages - before.evicted_pages
+            found.append(Pages(used[len(used) // 2], max(most, *used), evicted, resident))
     return found
+
+
+def _used_pages(engine: Any) -> int:
+    snapshot = engine.snapshot
+    return snapshot.total_pages - snapshot.free_pages
 
 
 def main(argv: list[str] | None = None) -> int:

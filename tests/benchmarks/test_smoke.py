@@ -1,0 +1,157 @@
+"""Every benchmark runs to its end on random weights, at a size that says nothing about speed."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from benchmarks import serve_load
+from tests.conftest import ROOT
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def run(name: str, tmp_path, *arguments: object) -> dict:
+    """Runs a benchmark as a user does; returns the record it wrote."""
+    path = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments), "--json", str(path)]
+    env = {**os.environ, "SPARSEJAX_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(path.read_text())
+    assert record["manifest"]["benchmark"] == name
+    return record["result"]
+
+
+@pytest.mark.slow
+def test_cpu_decode(tiny, tmp_path):
+    options = ("--load-format", "dummy", "--prompt-tokens", 16, "--new-tokens", 8, "--requests", 2, "--rounds", 1)
+    found = run("cpu_decode", tmp_path, "--model", tiny, *options)
+    assert found["many_over_one"]["decode"]["ratio"] > 0
+    assert found["one"]["tokens_per_s"]["median"] > 0
+
+
+@pytest.mark.slow
+def test_decode_parts(tiny, tmp_path):
+    options = ("--load-format", "dummy", "--batches", 1, 2, "--context", 40, "--rounds", 2)
+    found = run("decode_parts", tmp_path, "--model", tiny, *options)
+    assert set(found) == {"1", "2"}
+    assert found["2"]["whole"]["samples"] == 2
+
+
+@pytest.mark.slow
+def test_sparse_decode(tiny, tmp_path):
+    size = ("--context", 160, "--batch", 2, "--budget", 64, "--steps", 3, "--rounds", 1)
+    found = run("sparse_decode", tmp_path, "--model", tiny, "--load-format", "dummy", *size)
+    dense, snapkv, quest = found["steps"].values()
+    assert (dense["resident_tokens"], snapkv["resident_tokens"], quest["resident_tokens"]) == (160, 64, 160)
+    assert quest["read_bytes"] < dense["read_bytes"]
+    dense, snapkv, quest = (pages["prompts"][0] for pages in found["pages"].values())
+    assert dense["evicted"] == quest["evicted"] == 0
+    assert snapkv["evicted"] > 0
+    # Pages of 16 rows in 3 layers and 2 heads; a few answer tokens are in the cache too.
+    assert dense["decoding"] == quest["decoding"] == 6 * 11
+    assert snapkv["decoding"] == 6 * 5
+
+
+@pytest.mark.slow
+def test_perplexity(tiny, tmp_path):
+    size = ("--windows", 2, "--window-tokens", 64)
+    found = run("perplexity", tmp_path, "--model", tiny, "--load-format", "dummy", *size, "--budgets", 32)
+    dense = found["dense"]
+    assert dense["perplexity"] == pytest.approx(dense["perplexity_token_by_token"], rel=1e-4)
+    assert dense["resident_bytes"] > dense["read_bytes"] > 0
+    for name, method in found["methods"].items():
+        assert method["read_share"] < 1, name
+        assert 0 < method["perplexity"] < 2 * dense["perplexity"], name
+
+
+class Scripted(http.server.BaseHTTPRequestHandler):
+    """Three pieces of text for each completion; prompts that hold "Anne" are refused."""
+
+    def log_message(self, *_):
+        pass
+
+    def _send(self, status: int, kind: str, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_GET(self):
+        self._send(200, "application/json", json.dumps({"data": [{"id": "scripted"}]}))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"].startswith("refuse"):
+            self._send(400, "application/json", '{"error": {"message": "refused"}}')
+            return
+        chunks = [{"choices": [{"text": text}]} for text in ("a", "", "b", "c")]
+        chunks.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        if not body["prompt"].startswith("cut"):
+            lines.append("data: [DONE]\n\n")
+        self._send(200, "text/event-stream", ": comment\n\n" + "".join(lines))
+
+
+@pytest.fixture
+def scripted():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def test_serve_load(scripted, tmp_path):
+    found = run("serve_load", tmp_path, "--url", scripted, "--requests", 5, "--concurrency", 2)
+    assert (found["successful_requests"], found["failed_requests"]) == (5, 0)
+    assert (found["prompt_tokens"], found["output_tokens"]) == (35, 25)
+    assert found["ms"]["itl"]["samples"] == 10
+
+
+def test_serve_load_counts_failures(scripted):
+    client = serve_load.Client(scripted, None, 10.0)
+    bodies = [{"prompt": prompt} for prompt in ("fine", "refuse", "cut")]
+    answers, errors, _ = serve_load.run_load(client, bodies, 2)
+    assert len(answers) == 1
+    assert sorted(error.partition(":")[0] for error in errors) == ["/v1/completions", "the stream ended early"]
+
+
+@pytest.mark.slow
+def test_start_time(tmp_path):
+    options = ("--warm-starts", 1, "--import-repeats", 1, "--", "--load-format", "dummy", "--max-model-len", 64)
+    path = tmp_path / "start_time.json"
+    command = [sys.executable, "-m", "benchmarks.start_time", "--json", str(path), *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())["result"]
+    assert found["warm"]["answer_s"]["median"] > 0
+    assert 0 < found["cold"]["listening_s"] < found["cold"]["answer_s"]
