@@ -48,11 +48,16 @@ class Config:
     least_rows: int = 128
 
 
-def default_config(head_dim: int, itemsize: int) -> Config:
-    """Tiles of 8 KiB for keys and as much for values, in the compute dtype: the best found on an H200 (`--sweep`)."""
-    rows = max(16, min(128, 8192 // (head_dim * itemsize)))
+def default_config(head_dim: int, itemsize: int, scaled: bool) -> Config:
+    """The best found on an H200 (`python -m benchmarks.decode_attention --sweep`).
+
+    Tiles of 8 KiB for keys and as much for values, in the compute dtype of `itemsize` bytes; twice the rows for codes,
+    whose loads Triton does not run ahead.
+    """
+    tile_bytes = 16384 if scaled else 8192
+    rows = max(16, min(128, tile_bytes // (head_dim * itemsize)))
     large_shared_memory = capability() in ((8, 0), (9, 0), (10, 0), (10, 3))
-    return Config(rows, num_stages=5 if large_shared_memory else 3)
+    return Config(rows, num_stages=(4 if scaled else 5) if large_shared_memory else 3)
 
 
 def unsupported(
@@ -111,9 +116,9 @@ def decode_attention(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.decode_attention`; `config` overrides how the kernels are launched."""
-    layout = payload.recognise(load_tile, pools, names, q.dtype)
-    config = config or default_config(q.shape[2], q.dtype.itemsize)
-    return launch(q, pools, view, layout == payload.ROW_SCALED, scale, config, num_multiprocessors())
+    scaled = payload.recognise(load_tile, pools, names, q.dtype) == payload.ROW_SCALED
+    config = config or default_config(q.shape[2], q.dtype.itemsize, scaled)
+    return launch(q, pools, view, scaled, scale, config, num_multiprocessors())
 
 
 def launch(
