@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from sparsejax import registry
+from sparsejax import cost, registry
 from sparsejax.arrays import tree_nbytes
 from sparsejax.config import EngineConfig
+from sparsejax.cost import format_bytes
 from sparsejax.errors import ConfigError, MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
@@ -66,44 +67,32 @@ class Capacity:
         """(topic, fact) for people."""
         spec, geometry = self.spec, self.geometry
         names = ", ".join(self.methods)
-        model = f"{spec.architecture}, {spec.num_layers} layers, {spec.dtype}, {_size(self.weight_bytes)}"
-        fixed = f"{_size(self.weight_bytes)} weights + {_size(self.workspace_bytes)} workspace"
-        fixed += f" + {_size(self.row_bytes)} rows + {_size(self.kv_bytes)} KV"
-        usable = f"{_size(self.usable_bytes)} usable: " if self.usable_bytes is not None else ""
+        model = f"{spec.architecture}, {spec.num_layers} layers, {spec.dtype}, {format_bytes(self.weight_bytes)}"
+        fixed = f"{format_bytes(self.weight_bytes)} weights + {format_bytes(self.workspace_bytes)} workspace"
+        fixed += f" + {format_bytes(self.row_bytes)} rows + {format_bytes(self.kv_bytes)} KV"
+        usable = f"{format_bytes(self.usable_bytes)} usable: " if self.usable_bytes is not None else ""
         length = geometry.max_model_len
-        full = self.kv_tokens // length
-        default = next(iter(self.methods.values()))
         facts = [
             ("model", model),
             ("method", f"{names}; storage {self.storage.name}, {self.storage.bytes_per_token(geometry):,} bytes/token"),
             ("memory", f"{usable}{fixed}"),
-            (
-                "capacity",
-                f"{self.kv_tokens:,} tokens of KV: {full} dense rows of {length:,}; at most {self.num_rows} rows",
-            ),
+            ("capacity", f"{self.kv_tokens:,} tokens of KV, at most {self.num_rows} rows"),
         ]
-        if default.evicts:
-            # After its prompt a row keeps this much; at most one row at a time is at its prompt's peak.
-            kept = int(default.kept_after("prompt", _array(length))[0])
-            rows = max(0, self.kv_tokens - length) // max(kept, 1)
+        row_bytes = self.storage.bytes_per_token(geometry) / geometry.head_pages_per_sequence_page
+        for name, method in self.methods.items():
+            row = cost.row_cost(method, geometry, length)
+            fits = cost.rows_that_fit(method, geometry, self.num_sequence_pages, length)
+            step = cost.decode_cost(geometry, self.weight_bytes, 0, row_bytes, [row.read_tokens])
             facts.append(
-                ("capacity", f"of a prompt of {length:,} tokens eviction keeps {kept:,}: {rows} such rows fit")
+                (
+                    "capacity",
+                    f"{name}: {fits} rows of {length:,} tokens, {row.resident_tokens:,} resident each; "
+                    f"a decode step reads {row.read_tokens:,} of them, {format_bytes(step.kv_bytes)}",
+                )
             )
-        reads = default.rows_read(length, geometry)
-        facts.append(("reads", f"a decode step at {length:,} tokens reads {reads:,} per layer and head"))
         programs = f"decode rows {_buckets(self.decode_buckets)}; prefill {_prefills(self.prefill_buckets)}"
         facts.append(("programs", programs))
         return facts
-
-
-def _array(value: int):
-    import numpy as np
-
-    return np.asarray([value], np.int32)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
 
 
 def _buckets(values: tuple[int, ...]) -> str:
@@ -207,8 +196,8 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
     if pages < least:
         source = "--kv-cache-memory-bytes" if config.kv_cache_memory_bytes is not None else "memory"
         raise ConfigError(
-            f"{source} leaves {_size(max(kv_bytes, 0))} for KV, {max(pages, 0) * geometry.page_size:,} tokens, but one "
-            f"sequence of --max-model-len {max_model_len} needs {_size(least * page_bytes)}; lower --max-model-len or "
+            f"{source} leaves {format_bytes(max(kv_bytes, 0))} for KV, {max(pages, 0) * geometry.page_size:,} tokens, but one "
+            f"sequence of --max-model-len {max_model_len} needs {format_bytes(least * page_bytes)}; lower --max-model-len or "
             "give more memory"
         )
     return Capacity(

@@ -10,31 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sparsejax.errors import ConfigError
 from sparsejax.geometry import Geometry
 from sparsejax.plans import MethodFacts
-
-
-def page_bytes(geometry: Geometry, row_bytes: float, page_aux_bytes: int = 0) -> int:
-    """Bytes of one sequence page: all layers and heads of `page_size` tokens.
-
-    Args:
-      geometry: attention shape.
-      row_bytes: of one row of one head: K, V, position and the storage's side arrays.
-      page_aux_bytes: of the per-page arrays of methods and storage, for one head-page.
-    """
-    return round(geometry.head_pages_per_sequence_page * (geometry.page_size * row_bytes + page_aux_bytes))
-
-
-def num_sequence_pages(budget_bytes: int, bytes_per_page: int) -> int:
-    """Sequence pages, the null page included, that a budget pays for. Raises ConfigError below two."""
-    pages = budget_bytes // bytes_per_page
-    if pages < 2:
-        raise ConfigError(
-            f"the KV cache may use {format_bytes(budget_bytes)}, but needs at least two pages of "
-            f"{format_bytes(bytes_per_page)}; give it more memory or a smaller --page-size"
-        )
-    return pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,21 +59,6 @@ def rows_that_fit(facts: MethodFacts, geometry: Geometry, sequence_pages: int, t
     return 1 + (free - cost.peak_head_pages) // max(1, cost.resident_head_pages)
 
 
-def capacity_sentence(
-    facts: MethodFacts, geometry: Geometry, sequence_pages: int, bytes_per_page: int, tokens: int | None = None
-) -> str:
-    """What the cache holds, for start-up: "KV cache: 1.5 GiB, 4,095 pages of 16 tokens; fits 23 rows of ..."."""
-    tokens = tokens or geometry.max_model_len
-    rows = rows_that_fit(facts, geometry, sequence_pages, tokens)
-    cost = row_cost(facts, geometry, tokens)
-    kept = "" if cost.resident_tokens == tokens else f", of which {facts.name} keeps {cost.resident_tokens:,}"
-    plural = "row" if rows == 1 else "rows"
-    return (
-        f"KV cache: {format_bytes(sequence_pages * bytes_per_page)}, {sequence_pages - 1:,} pages of "
-        f"{geometry.page_size} tokens; fits {rows:,} {plural} of {tokens:,} tokens{kept}"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class StepCost:
     """Memory traffic and arithmetic of one program.
@@ -129,24 +91,10 @@ def decode_cost(
       read_tokens: rows of a layer and head that each request of the batch reads (`MethodFacts.rows_read`).
     """
     reads = list(read_tokens)
-    return _step(geometry, weight_bytes, matmul_params, row_bytes, len(reads), sum(reads), sum(reads))
-
-
-def prefill_cost(
-    geometry: Geometry, weight_bytes: int, matmul_params: int, row_bytes: float, chunk_tokens: int, length: int
-) -> StepCost:
-    """One causal prompt chunk of `chunk_tokens` on top of `length` resident rows; arguments as in `decode_cost`."""
-    pairs = chunk_tokens * length + chunk_tokens * (chunk_tokens + 1) // 2
-    return _step(geometry, weight_bytes, matmul_params, row_bytes, chunk_tokens, length + chunk_tokens, pairs)
-
-
-def _step(
-    geometry: Geometry, weight_bytes: int, params: int, row_bytes: float, tokens: int, rows: int, pairs: int
-) -> StepCost:
-    """`rows` are read from the cache; `pairs` are (query, row) pairs that attention multiplies twice."""
+    rows = sum(reads)
     kv_bytes = round(rows * geometry.num_layers * geometry.num_kv_heads * row_bytes)
-    attention = 4 * pairs * geometry.num_layers * geometry.num_q_heads * geometry.head_dim
-    return StepCost(weight_bytes, kv_bytes, 2 * tokens * params + attention)
+    attention = 4 * rows * geometry.num_layers * geometry.num_q_heads * geometry.head_dim
+    return StepCost(weight_bytes, kv_bytes, 2 * len(reads) * matmul_params + attention)
 
 
 def format_bytes(count: float) -> str:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sparsejax import cost
-from sparsejax.errors import ConfigError
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.mock import METHODS, MockMethod
 from tests.host.bench import Bench
 
 GEOMETRY = Geometry(30, 9, 3, 64, 16, 8192, 0.125, "float32")  # the default model
 DENSE = MockMethod()
-
-
-def test_page_bytes_by_hand() -> None:
-    row = 2 * 64 * 4 + 4  # K and V in float32 and an int32 position
-    assert cost.page_bytes(GEOMETRY, row) == 30 * 3 * 16 * row
-    assert cost.page_bytes(GEOMETRY, row, page_aux_bytes=512) == 30 * 3 * (16 * row + 512)
-    assert cost.num_sequence_pages(10**9, cost.page_bytes(GEOMETRY, row)) == 10**9 // (30 * 3 * 16 * row)
-    with pytest.raises(ConfigError, match="at least two pages of 725"):
-        cost.num_sequence_pages(10**6, cost.page_bytes(GEOMETRY, row))
 
 
 def test_dense_capacity_by_hand() -> None:
@@ -57,27 +47,12 @@ def test_capacity_is_what_the_scheduler_reaches(method: MockMethod) -> None:
     assert not resident.holders
 
 
-def test_capacity_sentence() -> None:
-    text = cost.capacity_sentence(DENSE, GEOMETRY, 1 + 23 * 512, 743040)
-    assert text == "KV cache: 8.1 GiB, 11,776 pages of 16 tokens; fits 23 rows of 8,192 tokens"
-    method = MockMethod("kept", Granularity.LAYER, prompt_budget=1024)
-    assert cost.capacity_sentence(method, GEOMETRY, 600, 743040).endswith(
-        "fits 1 row of 8,192 tokens, of which kept keeps 1,024"
-    )
-
-
 def test_decode_floor_by_hand() -> None:
     step = cost.decode_cost(GEOMETRY, 10**9, 10**8, 512, [1000, 3000])
     assert step.kv_bytes == 4000 * 90 * 512
     assert step.flops == 2 * 2 * 10**8 + 4 * 4000 * 30 * 9 * 64
     assert step.floor_s(10**9, 1e30) == pytest.approx((10**9 + step.kv_bytes) / 10**9)
     assert step.floor_s(1e30, 10**9) == pytest.approx(step.flops / 10**9)
-
-
-def test_prefill_cost_of_chunks_adds_up_to_one_shot() -> None:
-    whole = cost.prefill_cost(GEOMETRY, 0, 10**6, 512, 300, 0)
-    parts = [cost.prefill_cost(GEOMETRY, 0, 10**6, 512, 100, length) for length in (0, 100, 200)]
-    assert sum(part.flops for part in parts) == whole.flops
 
 
 @pytest.mark.parametrize(
