@@ -229,9 +229,9 @@ def sides(shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[],
     result = {"ours": compiled(arguments.implementation)}
     if arguments.xla:
         result["xla"] = compiled("xla")
-    if not shape.codes and shape.page == 64 and not shape.per_head and not shape.max_rows and not arguments.no_peers:
-        if importlib.util.find_spec("torch"):
-            result["torch_sdpa"] = torch_sdpa(shape)
+    plain = shape.page == 64 and not (shape.codes or shape.per_head or shape.max_rows)
+    if plain and not arguments.no_peers and importlib.util.find_spec("torch"):
+        result["torch_sdpa"] = torch_sdpa(shape)
     return result
 
 
