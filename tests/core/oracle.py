@@ -17,9 +17,9 @@ from tests.models.full_attention import dense_attention
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _logits(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Weights, tokens, mask) -> jax.Array:
+def _forward(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Weights, tokens, mask):
     architecture = get_architecture(spec.architecture)
-    x = architecture.embed(spec, weights, tokens)
+    x, heads = architecture.embed(spec, weights, tokens), []
     for layer in range(spec.num_layers):
 
         def attend(q, k, v, layer=layer):
@@ -27,11 +27,12 @@ def _logits(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Weig
             tiles = {name: jnp.moveaxis(rows, 1, 0)[None] for name, rows in payload.items()}
             stored = storage.load_tile(storage.params, geometry, tiles, jnp.int32(layer))
             k, v = (jnp.moveaxis(rows[0], 0, 1) for rows in stored)
+            heads.append((q, k))
             return dense_attention(q, k, v, mask[layer], geometry.scale)
 
         positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         x = architecture.layer(spec, weights["layers"][layer], x, positions, attend)
-    return architecture.logits(spec, weights, x)
+    return architecture.logits(spec, weights, x), heads
 
 
 class Reads:
@@ -57,12 +58,13 @@ class Reads:
             self.mask[layer, head, start:end, positions] = True
             self.mask[layer, head, start:end, start:end] = np.tri(len(tokens), dtype=bool)
 
-    def logits(self) -> np.ndarray:
-        """float32 [tokens so far, vocab]: everything recomputed from the start."""
+    def recompute(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+        """Everything from the start: logits [tokens so far, vocab], and each layer's queries and keys after RoPE."""
         session = self.session
         size = session.geometry.max_model_len
         padded = np.zeros(size, np.int32)
         padded[: len(self.tokens)] = self.tokens
         mask = self.mask | np.eye(size, dtype=bool)  # padding must see something
         arguments = (session.spec, session.geometry, session.storage, session.weights)
-        return np.asarray(_logits(*arguments, jnp.asarray(padded), jnp.asarray(mask)))[: len(self.tokens)]
+        logits, heads = _forward(*arguments, jnp.asarray(padded), jnp.asarray(mask))
+        return np.asarray(logits)[: len(self.tokens)], [(np.asarray(q), np.asarray(k)) for q, k in heads]
