@@ -83,13 +83,9 @@ class Capacity:
             row = cost.row_cost(method, geometry, length)
             fits = cost.rows_that_fit(method, geometry, self.num_sequence_pages, length)
             step = cost.decode_cost(geometry, self.weight_bytes, 0, row_bytes, [row.read_tokens])
-            facts.append(
-                (
-                    "capacity",
-                    f"{name}: {fits} rows of {length:,} tokens, {row.resident_tokens:,} resident each; "
-                    f"a decode step reads {row.read_tokens:,} of them, {format_bytes(step.kv_bytes)}",
-                )
-            )
+            fact = f"{name}: {fits} rows of {length:,} tokens, {row.resident_tokens:,} resident each; "
+            fact += f"a decode step reads {row.read_tokens:,} of them, {format_bytes(step.kv_bytes)}"
+            facts.append(("capacity", fact))
         programs = f"decode rows {_buckets(self.decode_buckets)}; prefill {_prefills(self.prefill_buckets)}"
         facts.append(("programs", programs))
         return facts
@@ -191,14 +187,14 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
         usable = int((config.memory_fraction or _DEVICE_FRACTION) * _device_bytes())
         kv_bytes = usable - weight_bytes - row_bytes - workspace_bytes
     pages = min(kv_bytes // page_bytes, needed)
-    # One full row, and as much again for a compaction of it: less than that could not serve the window.
+    # Less than one full row could not serve the window.
     least = geometry.max_pages + 1
     if pages < least:
         source = "--kv-cache-memory-bytes" if config.kv_cache_memory_bytes is not None else "memory"
         raise ConfigError(
-            f"{source} leaves {format_bytes(max(kv_bytes, 0))} for KV, {max(pages, 0) * geometry.page_size:,} tokens, but one "
-            f"sequence of --max-model-len {max_model_len} needs {format_bytes(least * page_bytes)}; lower --max-model-len or "
-            "give more memory"
+            f"{source} leaves {format_bytes(max(kv_bytes, 0))} for KV ({max(pages, 0) * geometry.page_size:,} tokens), "
+            f"but one sequence of --max-model-len {max_model_len} needs {format_bytes(least * page_bytes)}; "
+            "lower --max-model-len or give more memory"
         )
     return Capacity(
         spec=spec,
