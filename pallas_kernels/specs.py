@@ -17,7 +17,7 @@ class AttentionShape:
       page_size: rows of a page.
       granularity: what one table entry covers: "sequence", "layer" or "head".
       dtype: compute dtype.
-      payload: "plain", or "scaled_fp8" for 8-bit codes with a scale per row.
+      scaled_codes: rows are stored as 8-bit codes with a scale per row.
       chunks: new rows of each sequence in a prefill call; the rest of `lengths` is history.
     """
 
@@ -29,7 +29,7 @@ class AttentionShape:
     page_size: int = 16
     granularity: str = "sequence"
     dtype: str = "float32"
-    payload: str = "plain"
+    scaled_codes: bool = False
     chunks: tuple[int, ...] = ()
 
     @property
@@ -52,8 +52,8 @@ SMALL: tuple[AttentionShape, ...] = (
     AttentionShape("gqa-7-dim-128", (70, 16), 2, 7, 128, 32, granularity="head", chunks=(38, 16)),
     AttentionShape("bfloat16", (1, 15, 16, 97), dtype="bfloat16", chunks=(1, 3, 16, 40)),
     AttentionShape("bfloat16-dim-128", (31, 130), 2, 4, 128, 64, "layer", "bfloat16", chunks=(31, 3)),
-    AttentionShape("fp8", (1, 16, 77), payload="scaled_fp8", chunks=(1, 5, 30)),
-    AttentionShape("fp8-bfloat16", (17, 64), 2, 2, 128, 32, "head", "bfloat16", "scaled_fp8", chunks=(2, 64)),
+    AttentionShape("fp8", (1, 16, 77), scaled_codes=True, chunks=(1, 5, 30)),
+    AttentionShape("fp8-bfloat16", (17, 64), 2, 2, 128, 32, "head", "bfloat16", True, chunks=(2, 64)),
 )
 """Every kind of shape, small enough for an oracle on a CPU."""
 
@@ -63,7 +63,7 @@ SERVING: tuple[AttentionShape, ...] = (
     AttentionShape("llama-8b-batch-1", (32768,), 8, 4, 128, dtype="bfloat16"),
     AttentionShape("llama-8b-batch-16", (32768,) * 16, 8, 4, 128, dtype="bfloat16"),
     AttentionShape("llama-8b-batch-64-mixed", tuple(512 * (i + 1) for i in range(64)), 8, 4, 128, dtype="bfloat16"),
-    AttentionShape("llama-8b-batch-16-fp8", (32768,) * 16, 8, 4, 128, 16, "sequence", "bfloat16", "scaled_fp8"),
+    AttentionShape("llama-8b-batch-16-fp8", (32768,) * 16, 8, 4, 128, 16, "sequence", "bfloat16", True),
 )
 """What a server runs: for benchmarks and tuning."""
 

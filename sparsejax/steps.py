@@ -392,7 +392,8 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
       kept: rows to keep, fewer than the request holds.
     """
     geometry, method = statics.geometry, statics.method
-    assert method.keep_rows is not None
+    keep_rows = method.keep_rows
+    assert keep_rows is not None
     name = method.granularity.value
     row = inputs.row
     table, lengths = state.tables[name][:, :, row][:, :, None], state.lengths[name][:, :, row][:, :, None]
@@ -419,7 +420,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             load_tile=_load_tile(statics),
             row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
         )
-        keep = method.keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
+        keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
         source = old.pages_at(keep // geometry.page_size).swapaxes(1, 2)  # [1, kept, kv_heads]
         source_offsets = (keep % geometry.page_size).swapaxes(1, 2)
         target = new.pages_at(jnp.broadcast_to(columns, keep.shape)).swapaxes(1, 2)

@@ -73,8 +73,8 @@ def read_scales(path: str, mode: str) -> Calibrated:
         raise MethodError(f"fp8_kv_scale_path {path}: layers must have the keys 0..n-1")
 
     def scales(layer: str, name: str) -> tuple[float, ...]:
-        entry = layers[layer].get(name) if isinstance(layers[layer], dict) else None
-        values = entry if mode == "static_head" else [entry]
+        entry: Any = layers[layer].get(name) if isinstance(layers[layer], dict) else None
+        values: Any = entry if mode == "static_head" else [entry]
         if not isinstance(values, list) or not values:
             raise MethodError(f"fp8_kv_scale_path {path}: layers.{layer}.{name} must be a list of scales per head")
         for value in values:

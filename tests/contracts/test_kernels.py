@@ -49,7 +49,7 @@ def rows_of(shape, poison: float = float("nan"), seed: int = 0) -> tuple[Paged, 
     k, v = (rng.standard_normal(size) * 1.5 for _ in range(2))
     queries = max(getattr(shape, "chunks", ()) or (1,))
     q = rng.standard_normal((len(shape.lengths), queries, shape.num_q_heads, shape.head_dim)) * 1.5
-    storage = registry.resolve("fp8_kv" if getattr(shape, "payload", "plain") == "scaled_fp8" else "plain")[1]
+    storage = registry.resolve("fp8_kv" if getattr(shape, "scaled_codes", False) else "plain")[1]
     grain = Granularity(shape.granularity)
     rows = paged(geometry, k, v, shape.lengths, storage=storage, granularity=grain, layer=1, seed=seed, poison=poison)
     return rows, jnp.asarray(q, shape.dtype)

@@ -41,6 +41,7 @@ class Reads:
     Attributes:
       tokens: the sequence so far.
       mask: bool [layers, kv_heads, max_len, max_len].
+      before: positions resident before the step under way, by (layer, head).
     """
 
     def __init__(self, session: Session) -> None:
@@ -48,6 +49,7 @@ class Reads:
         size = geometry.max_model_len
         self.session = session
         self.tokens: list[int] = []
+        self.before: dict[tuple[int, int], np.ndarray] = {}
         self.mask = np.zeros((geometry.num_layers, geometry.num_kv_heads, size, size), bool)
 
     def appended(self, tokens: list[int], resident: dict[tuple[int, int], np.ndarray]) -> None:
