@@ -93,7 +93,7 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     from sparsejax import registry
     from sparsejax.geometry import Geometry
     from sparsejax.pallas_kernels import api
-    from sparsejax.pallas_kernels.decode_attention import triton
+    from sparsejax.pallas_kernels.decode_attention import triton_gpu as triton
     from sparsejax.pallas_kernels.layout import PageView
 
     storage = registry.resolve("fp8_kv" if shape.codes else "plain")[1]
@@ -237,7 +237,7 @@ def sides(shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[],
 
 def sweep(shapes: tuple[Shape, ...], bandwidth: float) -> None:
     """Prints the best launch configurations of the Triton kernel."""
-    from sparsejax.pallas_kernels.decode_attention.triton import Config
+    from sparsejax.pallas_kernels.decode_attention.triton_gpu import Config
 
     for shape in shapes:
         found, compiled = [], prepare(shape)

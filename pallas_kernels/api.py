@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from sparsejax.pallas_kernels.decode_attention import triton as _decode_triton
+from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
-from sparsejax.pallas_kernels.page_scores import triton as _scores_triton
+from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
@@ -70,7 +70,8 @@ def _wanted(operation: str, implementation: str | None) -> str | None:
     assert implementation is not None
     name: str = implementation
     if "=" in implementation:
-        pairs = dict(part.strip().partition("=")[::2] for part in implementation.split(","))
+        parts = [part.strip().partition("=") for part in implementation.split(",")]
+        pairs = {key: value for key, _, value in parts}
         if unknown := sorted(set(pairs) - set(IMPLEMENTATIONS)):
             raise ValueError(f"unknown operation {unknown[0]!r}; known: {', '.join(sorted(IMPLEMENTATIONS))}")
         name = pairs.get(operation, "auto")

@@ -93,5 +93,5 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Arra
     lses = jnp.stack([lse for _, lse in parts])
     total = jax.nn.logsumexp(lses, axis=0)
     weights = jnp.exp(lses - total[None])
-    out = sum(weight[..., None] * out.astype(jnp.float32) for weight, (out, _) in zip(weights, parts, strict=True))
-    return out, total
+    outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts])
+    return (weights[..., None] * outs).sum(0), total

@@ -207,10 +207,11 @@ class Method:
 
     # The host's view (plans.MethodFacts): integers in, integers out.
 
-    def kept_after(self, phase: Phase, length: np.ndarray) -> np.ndarray:
+    def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows per layer and head that stay once `phase` is over."""
         length = np.asarray(length, np.int32)
-        counts = {int(n): self.keep_count(self.params, phase, int(n)) for n in np.unique(length)}
+        now: Any = phase  # one of Phase; the scheduler's side has no such type
+        counts = {int(n): self.keep_count(self.params, now, int(n)) for n in np.unique(length)}
         return np.vectorize(counts.__getitem__, otypes=[np.int32])(length)
 
     def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:

@@ -55,7 +55,7 @@ class StepTicket:
         self._packed.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return self._packed.is_ready()
+        return self._packed.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def result(self) -> StepResult:
         packed = np.asarray(self._packed)[: self._num_rows]
@@ -179,7 +179,7 @@ class DeviceRunner:
         """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
         self._sealed = True
 
-    def programs(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def programs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """(name, compile it) for every program that serving needs, most needed first."""
         for name, method in self._methods.items():
             for bucket in self._limits.decode_buckets:
@@ -336,9 +336,8 @@ class DeviceRunner:
         kept = int(plan.kept.max())
         if (plan.kept != kept).any():
             raise ValueError("maintain: kept rows must be the same for all layers and heads")
-        inputs = steps.MaintainInputs(
-            np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.observed_tokens)
-        )  # type: ignore[arg-type]
+        numbers: tuple[Any, ...] = (np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.observed_tokens))
+        inputs = steps.MaintainInputs(*numbers)
         self.state = self._maintain_program(method, plan.phase, kept)(self.state, inputs)
 
     def fork(self, method: str, plan: ForkRow) -> None:

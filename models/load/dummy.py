@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +80,9 @@ def dummy_spec(model: str, dtype: str) -> ModelSpec:
     """The ModelSpec of a built-in config, a folder with config.json, or a config.json file."""
     if model in _SHAPES:
         architecture, sizes, rest = _SHAPES[model]
+        shape: tuple[Any, ...] = sizes
         return ModelSpec(
-            architecture, *sizes, qkv_bias=architecture == "qwen2", qk_norm=architecture == "qwen3", dtype=dtype, **rest
+            architecture, *shape, qkv_bias=architecture == "qwen2", qk_norm=architecture == "qwen3", dtype=dtype, **rest
         )
     path = pathlib.Path(model).expanduser()
     path = path / CONFIG if path.is_dir() else path

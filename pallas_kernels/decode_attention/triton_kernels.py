@@ -8,7 +8,7 @@ row r of the line goes to slot p + r: along the line p and r never fall and one 
 Imports triton: import this module where a kernel is launched.
 """
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

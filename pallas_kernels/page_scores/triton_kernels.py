@@ -1,6 +1,6 @@
 """Triton kernel of page scores. Imports triton: import this module where the kernel is launched."""
 
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

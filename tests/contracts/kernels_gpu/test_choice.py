@@ -13,7 +13,7 @@ import pytest
 from sparsejax import registry
 from sparsejax.geometry import Geometry
 from sparsejax.pallas_kernels import api, payload, triton_support
-from sparsejax.pallas_kernels.decode_attention import triton as decode_triton
+from sparsejax.pallas_kernels.decode_attention import triton_gpu as decode_triton
 from sparsejax.pallas_kernels.layout import PageView
 from tests.contracts.kernels_gpu.cases import Shape, make, relative_error
 
