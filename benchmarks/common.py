@@ -1,7 +1,7 @@
 """What benchmarks share: the command line, summaries of samples, tables, and the result file with its manifest.
 
-Both sides of a ratio are measured in the same run and in turn (`alternate`), so that whatever else the machine does
-hits both alike. Imports neither jax nor torch.
+Both sides of a ratio are measured in the same run and in turn (`benchmarks.quiet.alternate`), so that whatever else the
+machine does hits both alike. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -68,16 +68,6 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[st
     }
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Calls every side once per round, in an order that turns, and returns what they gave."""
-    names, found = list(sides), {name: [] for name in sides}
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            found[name].append(sides[name]())
-    return found
-
-
 # Command line and results
 
 
@@ -98,6 +88,12 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         help=f"write the result; without FILE to {default.relative_to(ROOT)}",
     )
     result.add_argument("--force", action="store_true", help="overwrite FILE")
+    result.add_argument(
+        "--patience-s",
+        type=float,
+        default=0.0,
+        help="time to wait for quiet and to repeat rounds that others disturbed",
+    )
     return result
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, quiet
 from benchmarks.peers import TransformersPeer
 
 
@@ -134,13 +134,15 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
                     sides["peer many"] = lambda: measure_peer(peer, prompts, new_tokens)
             for side in sides.values():
                 side()  # warm
-            found = common.alternate(sides, arguments.rounds)
+            pids = [peer.pid] if peer else []
+            rounds = quiet.alternate(sides, arguments.rounds, patience_s=arguments.patience_s, pids=pids)
         finally:
             if peer is not None:
                 peer.__exit__()
-    result = judge(found, peer.facts if peer else None, count)
+    result = judge(rounds.found, peer.facts if peer else None, count)
     facts = {
         **common.device_facts(),
+        **rounds.facts,
         "model": llm.built.model_name,
         "dtype": "float32",
         "prompt_tokens": arguments.prompt_tokens,

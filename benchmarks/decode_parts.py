@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, quiet
 
 PARTS = ("layers", "logits", "attention", "sampling")
 
@@ -149,12 +149,14 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         for call in calls.values():
             call()
             call()
-        found = common.alternate(calls, arguments.rounds)
+        rounds = quiet.alternate(calls, arguments.rounds, patience_s=arguments.patience_s)
+        found = rounds.found
         median = {name: common.summary(times)["median"] for name, times in found.items()}
         rest = median["whole"] - sum(median[name] for name in PARTS)
         result[str(batch)] = {
             **{name: common.summary(times) for name, times in found.items()},
             "rest_s": rest,
+            "quiet": rounds.facts,
             "over_floor": common.ratio(found["whole"], found["floor"]),
             "floor_bytes_per_s": weight_bytes / median["floor"],
         }

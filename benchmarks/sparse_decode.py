@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, quiet
 from benchmarks.perplexity import step_bytes
 
 
@@ -101,8 +101,8 @@ def rewind(runner: Any, resident: int, context: int) -> None:
     )
 
 
-def measure_steps(arguments: argparse.Namespace, model: Any, names: list[str]) -> dict[str, Any]:
-    """Times of one decode step of the whole batch by method."""
+def measure_steps(arguments: argparse.Namespace, model: Any, names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Times of one decode step of the whole batch by method, and how quiet the machine was."""
     import numpy as np
 
     from sparsejax import registry
@@ -148,7 +148,9 @@ def measure_steps(arguments: argparse.Namespace, model: Any, names: list[str]) -
 
     for name in names:
         take_steps(name)
-    found = common.alternate({name: lambda name=name: take_steps(name) for name in names}, arguments.rounds)
+    sides = {name: lambda name=name: take_steps(name) for name in names}
+    rounds = quiet.alternate(sides, arguments.rounds, patience_s=arguments.patience_s)
+    found = rounds.found
     result = {}
     for name in names:
         method = resolved[name][0]
@@ -165,7 +167,7 @@ def measure_steps(arguments: argparse.Namespace, model: Any, names: list[str]) -
         if name != names[0]:
             base = [common.summary(times)["median"] for times in found[names[0]]]
             result[name]["faster_than_first"] = common.ratio(base, medians)
-    return result
+    return result, rounds.facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +258,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     common.use_compilation_cache()
     names = arguments.methods or methods(arguments.budget)
     model = load_model(arguments.model, load_format=arguments.load_format)
-    steps = measure_steps(arguments, model, names)
+    steps, quietness = measure_steps(arguments, model, names)
     first = names[0]
     rows = []
     for name in names:
@@ -284,7 +286,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     result: dict[str, Any] = {"steps": steps}
     if arguments.prompts:
         result["pages"] = compare_pages(arguments, names)
-    facts = {**common.device_facts(), "model": model.name, "dtype": model.spec.dtype}
+    facts = {**common.device_facts(), **quietness, "model": model.name, "dtype": model.spec.dtype}
     return result, facts
 
 

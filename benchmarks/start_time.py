@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, quiet
 
 IMPORTS = {
     "jax": "import jax",
@@ -49,7 +49,7 @@ def measure_imports(python: str, repeats: int) -> dict[str, Any]:
     sides = {name: lambda text=text: import_seconds(python, text) for name, text in IMPORTS.items()}
     for side in sides.values():
         side()  # bytecode caches
-    found = common.alternate(sides, repeats)
+    found = quiet.alternate(sides, repeats).found
     result: dict[str, Any] = {name: common.summary(times) for name, times in found.items()}
     result["over_jax"] = {name: common.ratio(found[name], found["jax"]) for name in ("jax + sparsejax", "names")}
     return result

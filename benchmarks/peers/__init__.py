@@ -29,6 +29,10 @@ class TransformersPeer:
         )
         self.facts: dict[str, Any] = self._answer()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> TransformersPeer:
         return self
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import pathlib
 
 import pytest
 
-from benchmarks import common, cpu_decode, perplexity, serve_load
+from benchmarks import common, cpu_decode, perplexity, quiet, serve_load
 
 
 def test_percentile_interpolates_between_ranks():
@@ -49,9 +51,43 @@ def test_ratio_takes_medians_and_shows_the_pairs():
 def test_alternate_gives_every_side_every_place():
     order: list[str] = []
     sides = {name: lambda name=name: (order.append(name), name)[1] for name in "abc"}
-    found = common.alternate(sides, 3)
-    assert found == {name: [name] * 3 for name in "abc"}
+    rounds = quiet.alternate(sides, 3)
+    assert rounds.found == {name: [name] * 3 for name in "abc"}
     assert "".join(order) == "abcbcacab"
+    assert len(rounds.others) == rounds.facts["rounds"] == 3
+
+
+def test_disturbed_rounds_are_repeated_while_patience_lasts(monkeypatch):
+    monkeypatch.setattr(quiet, "_POLL_S", 0.0)
+    shares = iter([0.0, 0.5, 0.0, 0.05, 0.0, 0.02])  # wait, round, wait, round, ...
+    monkeypatch.setattr(quiet, "others_share", lambda before, after: next(shares))
+    counter = iter(range(10))
+    rounds = quiet.alternate({"a": lambda: next(counter)}, 2, patience_s=60.0)
+    assert rounds.found == {"a": [1, 2]}
+    assert (rounds.others, rounds.repeated) == ([0.05, 0.02], 1)
+
+
+def test_without_patience_disturbed_rounds_are_kept_and_named(monkeypatch):
+    monkeypatch.setattr(quiet, "others_share", lambda before, after: 0.7)
+    rounds = quiet.alternate({"a": lambda: 1}, 2)
+    assert rounds.found == {"a": [1, 1]}
+    assert rounds.facts["most_others_cpu_share"] == 0.7
+
+
+def test_others_share():
+    before, after = quiet.Usage(100.0, 10.0, 0.0), quiet.Usage(108.0, 14.0, 4.0)
+    assert quiet.others_share(before, after) == pytest.approx(1.0 / os.cpu_count())
+    assert quiet.others_share(None, after) is None
+    assert quiet.others_share(before, before) is None
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/stat").exists(), reason="needs Linux's /proc")
+def test_usage_sees_its_own_work():
+    before = quiet.usage()
+    sum(i * i for i in range(3_000_000))
+    after = quiet.usage()
+    assert after.own_s > before.own_s
+    assert after.machine_s >= before.machine_s
 
 
 def test_windows_are_consecutive():
