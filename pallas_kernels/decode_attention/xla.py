@@ -11,11 +11,45 @@ import jax.numpy as jnp
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block, pad_columns
 
 NEG = -1e30
+_ELEMENTWISE_BATCH = 8
 
 
 def block_rows(batch: int) -> int:
     """Rows per block: on a CPU a block of the whole batch should stay in its caches; elsewhere long blocks win."""
     return max(64, min(256, 1024 // batch)) if jax.default_backend() == "cpu" else 1024
+
+
+def _elementwise(batch: int) -> bool:
+    """Whether products are plain multiplications and sums.
+
+    A CPU runs many small matrix products, of a few queries each, slower than the loops that XLA makes of these.
+    """
+    return jax.default_backend() == "cpu" and batch >= _ELEMENTWISE_BATCH
+
+
+def _weighted_sum(weights: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
+    """float32 [batch, heads, group, dim] of weights [batch, heads, group, rows] and v [batch, heads, rows, dim].
+
+    What is not `valid` (bool [batch, heads or 1, 1, rows]) is not ours: its weight of zero would still turn its
+    infinities into NaN.
+    """
+    v = jnp.where(valid[:, :, 0, :, None], v, 0)
+    return jnp.einsum("bhgs,bhsd->bhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def _weighted_sum_elementwise(weights: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
+    """The same. Values are masked only in blocks in which a row ends, for masking costs as much as the sum."""
+    v = v.astype(jnp.float32)
+    starts, ends = valid[:, :, 0, 0], valid[:, :, 0, -1]
+
+    def masked() -> jax.Array:
+        return (weights[..., None] * jnp.where(valid[:, :, 0, :, None], v, 0)[:, :, None]).sum(3)
+
+    def plain() -> jax.Array:
+        return (weights[..., None] * v[:, :, None]).sum(3)
+
+    part = jax.lax.cond((starts & ~ends).any(), masked, plain)
+    return jnp.where(starts[:, :, None, None], part, 0)
 
 
 def decode_attention(
@@ -33,24 +67,26 @@ def decode_attention(
     columns = max(1, min(block_rows(batch) // page_size, view.table.shape[2]))
     block = columns * page_size
     view = pad_columns(view, columns)
-    heads = view.num_heads
+    heads, elementwise = view.num_heads, _elementwise(batch)
+    weighted_sum = _weighted_sum_elementwise if elementwise else _weighted_sum
     query = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(batch, heads, q_heads // heads, dim)
     num_blocks = (view.lengths.max() + block - 1) // block
 
     def step(carry):
         i, peak, total, out = carry
         k, v = load_block(pools, names, view.head_pages(i * columns, columns), load_tile, layer)
-        logits = jnp.einsum("bhgd,bhsd->bhgs", query, k, preferred_element_type=jnp.float32)
+        if elementwise:
+            logits = (query.astype(jnp.float32)[:, :, :, None] * k.astype(jnp.float32)[:, :, None]).sum(-1)
+        else:
+            logits = jnp.einsum("bhgd,bhsd->bhgs", query, k, preferred_element_type=jnp.float32)
         row = i * block + jnp.arange(block, dtype=jnp.int32)
         valid = row[None, None, None, :] < view.lengths[:, :, None, None]
-        # What lies past the end is not ours: a weight of zero would still turn its infinities into NaN.
-        v = jnp.where(valid[:, :, 0, :, None], v, 0)
         logits = jnp.where(valid, logits, NEG)
         new_peak = jnp.maximum(peak, logits.max(-1))
         # Exactly zero for invalid rows, also in blocks where a short row has no valid key at all.
         weights = jnp.where(valid, jnp.exp(logits - new_peak[..., None]), 0.0)
         decay = jnp.exp(peak - new_peak)
-        part = jnp.einsum("bhgs,bhsd->bhgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        part = weighted_sum(weights, v, valid)
         return i + 1, new_peak, total * decay + weights.sum(-1), out * decay[..., None] + part
 
     shape = query.shape[:3]
