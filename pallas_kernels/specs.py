@@ -56,9 +56,7 @@ SMALL: tuple[AttentionShape, ...] = (
     AttentionShape("fp8-bfloat16", (17, 64), 2, 2, 128, 32, "head", "bfloat16", True, chunks=(2, 64)),
     # Batches that a CPU attends to in another way; rows end before, in and after each block of 64.
     AttentionShape("batch-10", (1, 15, 16, 63, 64, 65, 97, 128, 140, 2), 3, 3, chunks=(1, 5, 1, 3, 2, 9, 1, 4, 7, 2)),
-    AttentionShape(
-        "batch-8-fp8", (70, 3, 64, 1, 16, 17, 90, 128), 2, 3, scaled_codes=True, chunks=(1, 3, 5) + (1,) * 5
-    ),
+    AttentionShape("batch-8-fp8", (64, 128) * 4, 2, 3, scaled_codes=True, chunks=(1, 2) * 4),
 )
 """Every kind of shape, small enough for an oracle on a CPU."""
 
