@@ -192,7 +192,7 @@ def measure_pages(arguments: argparse.Namespace, name: str) -> list[Pages]:
         name,
         load_format=arguments.load_format,
         max_model_len=context + 64,
-        max_num_seqs=1,
+        max_num_seqs=2,  # so that the pool has room for a row and its compaction
         generation_config="none",
         precompile="none",
     ) as llm:
@@ -224,7 +224,9 @@ def measure_pages(arguments: argparse.Namespace, name: str) -> list[Pages]:
                 time.sleep(0.01)
             if _used_pages(engine):
                 raise RuntimeError(f"{name}: {_used_pages(engine)} pages were not returned")
+            granularity = next(iter(llm.limits.methods.values())).granularity
             evicted = engine.snapshot.evicted_pages - before.evicted_pages
+            evicted *= llm.limits.geometry.head_pages_per_page(granularity)
             found.append(Pages(used[len(used) // 2], max(most, *used), evicted, resident))
     return found
 

@@ -18,6 +18,8 @@ LoadTile = Callable[[Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.A
 class PageView(NamedTuple):
     """The page tables of some rows in one layer.
 
+    Heads that share a table entry have adjacent head-pages, the first of them at a multiple of their number.
+
     Attributes:
       table: int32 [batch, heads or 1, columns]; entries of pages past the end are 0, the null page.
       stride: head-pages from one table entry to the next of the same layer and head.
@@ -41,6 +43,16 @@ class PageView(NamedTuple):
         """
         entries = jax.lax.dynamic_slice_in_dim(self.table, first_column, num_columns, axis=2)
         return entries * self.stride + self.offset[None, :, None]
+
+    def slabs(self, first_column: jax.Array | int, num_columns: int) -> jax.Array | None:
+        """int32 [batch, num_columns]: as `head_pages`, but of all heads at once, in units of kv_heads head-pages.
+
+        One read then fetches what all heads need. None where heads have table entries of their own.
+        """
+        if self.table.shape[1] != 1 or self.stride % self.num_heads:
+            return None
+        entries = jax.lax.dynamic_slice_in_dim(self.table[:, 0], first_column, num_columns, axis=1)
+        return entries * (self.stride // self.num_heads) + self.offset[0] // self.num_heads
 
     def pages_at(self, columns: jax.Array) -> jax.Array:
         """int32 [batch, kv_heads, n] head-pages of `columns` [batch, kv_heads or 1, n]."""
