@@ -271,6 +271,7 @@ def test_load_info_and_rows(servers: Servers) -> None:
         assert load["server_load"] == 1
         assert load["running"] == 1
         assert 0 < load["kv_cache_usage"] < 1
+        server.wait_for(lambda: len(server.get("/debug/rows").json()["rows"]) == 1)  # refreshed every 50 ms
         (row,) = server.get("/debug/rows").json()["rows"]
         assert row["method"] == "dense"
         assert row["resident_tokens"] > 0
