@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from sparsejax.capacity import Capacity, plan
+from sparsejax.capacity import Capacity, checkpoint_id, plan
 from sparsejax.config import EngineConfig, Progress
 from sparsejax.engine import Engine
 from sparsejax.metrics import EngineMetrics
@@ -60,7 +59,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
     report(Progress(detail=f"jax {jax.__version__}, {device.platform}, {device.device_kind}"))
     spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
     # What can't fit is refused before anything large is read.
-    plan(config, spec, _checkpoint_id(config))
+    plan(config, spec, checkpoint_id(config.model))
     report(Progress("load", detail=config.model or "the default model"))
     loaded = load.load_model(
         config.model,
@@ -73,7 +72,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         chat_template=config.chat_template,
         progress=progress is not None,
     )
-    capacity = plan(config, loaded.spec, _checkpoint_id(config))
+    capacity = plan(config, loaded.spec, checkpoint_id(config.model))
     for topic, fact in capacity.lines():
         report(Progress(topic, detail=f"{loaded.name}: {fact}" if topic == "model" else fact))
     metrics = EngineMetrics()
@@ -138,7 +137,7 @@ def explain(config: EngineConfig) -> list[str]:
     """The memory arithmetic, buckets and kernels of a configuration, without loading weights."""
     _prepare_backend(config)
     spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
-    capacity = plan(config, spec, _checkpoint_id(config))
+    capacity = plan(config, spec, checkpoint_id(config.model))
     device = jax.devices()[0]
     lines = [f"{'device':<9} jax {jax.__version__}, {device.platform}, {device.device_kind}"]
     lines += [f"{topic:<9} {fact}" for topic, fact in capacity.lines()]
@@ -147,10 +146,6 @@ def explain(config: EngineConfig) -> list[str]:
         for operation, name in _info(capacity, config.attention_impl)["attention_impl"].items()
     ]
     return lines
-
-
-def _checkpoint_id(config: EngineConfig) -> str:
-    return pathlib.Path(config.model).name if config.model else "default"
 
 
 def _info(capacity: Capacity, attention_impl: str | None) -> dict[str, dict[str, Any]]:

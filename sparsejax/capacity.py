@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,11 @@ def _buckets(values: tuple[int, ...]) -> str:
 
 def _prefills(values: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"{rows}x{tokens}" for rows, tokens in values)
+
+
+def checkpoint_id(model: str | None) -> str:
+    """The checkpoint's name in calibration files: the last part of its path or id."""
+    return pathlib.PurePath(model).name if model else "default"
 
 
 def model_hash(spec: ModelSpec) -> str:
