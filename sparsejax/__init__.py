@@ -27,9 +27,9 @@ _EXPORTS = {
     "decode_step": "sparsejax.steps",
     "prefill_chunk": "sparsejax.steps",
     "maintain_step": "sparsejax.steps",
-    "copy_pages": "sparsejax.steps",
-    "export_rows": "sparsejax.steps",
-    "import_rows": "sparsejax.steps",
+    "copy_pages": "sparsejax.transfers",
+    "export_rows": "sparsejax.transfers",
+    "import_rows": "sparsejax.transfers",
 }
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from sparsejax.method import Method
     from sparsejax.request import SamplingParams
     from sparsejax.state import KVState
-    from sparsejax.steps import copy_pages, decode_step, export_rows, import_rows, maintain_step, prefill_chunk
+    from sparsejax.steps import decode_step, maintain_step, prefill_chunk
     from sparsejax.storage import Storage
+    from sparsejax.transfers import copy_pages, export_rows, import_rows
 
 __all__ = [
     "LLM",

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import steps
+from sparsejax import steps, transfers
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
 from sparsejax.models.spec import ModelSpec, Weights
@@ -76,7 +76,7 @@ class StepTicket:
 class _Exported:
     """A swapped row: device arrays at first, host arrays once their copies have arrived."""
 
-    def __init__(self, row_state: steps.RowState, blocks: list[steps.ExportedPages], num_head_pages: int):
+    def __init__(self, row_state: transfers.RowState, blocks: list[transfers.ExportedPages], num_head_pages: int):
         self.arrays: Any = (row_state, blocks)
         self.num_head_pages = num_head_pages
         for array in jax.tree.leaves(self.arrays):
@@ -310,7 +310,7 @@ class DeviceRunner:
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
         args = (self.state, np.int32(row), ids, values, stops)
-        self.state = self._program("setup_row", "setup_row", steps.setup_row, args, {})(*args)
+        self.state = self._program("setup_row", "setup_row", transfers.setup_row, args, {})(*args)
 
     def decode(self, method: str, rows: list[DecodeRow]) -> StepTicket:
         bucket = next(size for size in self._limits.decode_buckets if size >= len(rows))
@@ -350,14 +350,14 @@ class DeviceRunner:
         args = (self.state, np.int32(plan.source), np.int32(plan.target), updates)
         key = ("fork_row", granularity)
         static = {"granularity": granularity}
-        self.state = self._program("fork_row", key, steps.fork_row, args, static)(*args)
+        self.state = self._program("fork_row", key, transfers.fork_row, args, static)(*args)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         block = self._limits.geometry.head_pages_per_sequence_page
         for start in range(0, len(source), block):
             part = slice(start, start + block)
             args = (self.state, _padded(source[part], block), _padded(target[part], block))
-            self.state = self._program("copy_pages", "copy_pages", steps.copy_pages, args, {})(*args)
+            self.state = self._program("copy_pages", "copy_pages", transfers.copy_pages, args, {})(*args)
 
     def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
         granularity = self._methods[method].granularity
@@ -365,11 +365,13 @@ class DeviceRunner:
         static = {"granularity": granularity.value}
         args = (self.state, np.int32(row))
         key = ("export_row_state", granularity)
-        row_state = self._program("export_row_state", key, steps.export_row_state, args, static)(*args)
+        row_state = self._program("export_row_state", key, transfers.export_row_state, args, static)(*args)
         blocks = []
         for ids in self._blocks(head_pages):
             block_args = (self.state, ids)
-            blocks.append(self._program("export_rows", "export_rows", steps.export_rows, block_args, {})(*block_args))
+            blocks.append(
+                self._program("export_rows", "export_rows", transfers.export_rows, block_args, {})(*block_args)
+            )
         exported = _Exported(row_state, blocks, len(head_pages))
         self._pending_exports.append(exported)
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported.arrays))
@@ -385,13 +387,13 @@ class DeviceRunner:
         row_state, blocks = exported.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
             args = (self.state, ids, block)
-            self.state = self._program("import_rows", "import_rows", steps.import_rows, args, {})(*args)
+            self.state = self._program("import_rows", "import_rows", transfers.import_rows, args, {})(*args)
         table = np.zeros((*geometry.table_shape(granularity), geometry.max_pages), np.int32)
         table[:, :, : pages.shape[2]] = np.maximum(pages, 0)
         args = (self.state, np.int32(row), row_state, table)
         key = ("import_row_state", granularity)
         static = {"granularity": granularity.value}
-        self.state = self._program("import_row_state", key, steps.import_row_state, args, static)(*args)
+        self.state = self._program("import_row_state", key, transfers.import_row_state, args, static)(*args)
 
     def _blocks(self, head_pages: np.ndarray) -> Iterator[np.ndarray]:
         size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page

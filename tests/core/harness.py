@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import registry, sampling, steps
+from sparsejax import registry, sampling, steps, transfers
 from sparsejax.arrays import is_spec
 from sparsejax.combine import with_granularity
 from sparsejax.geometry import Geometry, Granularity
@@ -350,9 +350,9 @@ class Session:
         ]
         packed = self._pack(updates, self.geometry.max_pages * int(np.prod(self.shape)))
         args = (self.state, np.int32(source), np.int32(target), packed)
-        self.state = run(steps.fork_row, *args, granularity=self.grain.value)
+        self.state = run(transfers.fork_row, *args, granularity=self.grain.value)
         ids = [self._padded(self.all_head_pages(row)) for row in (source, target)]
-        self.state = run(steps.copy_pages, self.state, *ids)
+        self.state = run(transfers.copy_pages, self.state, *ids)
 
     def _padded(self, head_pages: np.ndarray) -> np.ndarray:
         out = np.zeros(self.geometry.max_pages * self.geometry.head_pages_per_sequence_page, np.int32)
@@ -361,8 +361,8 @@ class Session:
 
     def swap_out(self, row: int) -> tuple[Row, Any, Any]:
         """A row and its pages on the host; the row is released."""
-        state = run(steps.export_row_state, self.state, np.int32(row), granularity=self.grain.value)
-        pages = run(steps.export_rows, self.state, self._padded(self.all_head_pages(row)))
+        state = run(transfers.export_row_state, self.state, np.int32(row), granularity=self.grain.value)
+        pages = run(transfers.export_rows, self.state, self._padded(self.all_head_pages(row)))
         record = copy.deepcopy(self.rows[row])
         self.release(row)
         return record, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, pages)
@@ -373,8 +373,8 @@ class Session:
         pages = self._take(self.geometry.pages(record.length))
         self.rows[row] = dataclasses.replace(record, pages=pages)
         ids = self._padded(self.all_head_pages(row))
-        self.state = run(steps.import_rows, self.state, ids, exported)
+        self.state = run(transfers.import_rows, self.state, ids, exported)
         table = np.zeros((*self.shape, self.geometry.max_pages), np.int32)
         table[:, :, : len(pages[0][0])] = pages
         args = (self.state, np.int32(row), row_state, table)
-        self.state = run(steps.import_row_state, *args, granularity=self.grain.value)
+        self.state = run(transfers.import_row_state, *args, granularity=self.grain.value)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import steps
+from sparsejax import steps, transfers
 from sparsejax.arrays import is_spec
 from sparsejax.state import StateSize, state_specs
 from tests.contracts.compositions import start
@@ -38,18 +38,18 @@ def compiled(composition: str) -> tuple[dict, steps.KVState]:
     row, ids = np.int32(1), np.zeros(24, np.int32)
     pages = np.zeros((*session.shape, 4), np.int32)
     grain = {"granularity": session.grain.value}
-    exported = jax.eval_shape(steps.export_rows, state, ids)
-    row_state = jax.eval_shape(functools.partial(steps.export_row_state, **grain), state, row)
+    exported = jax.eval_shape(transfers.export_rows, state, ids)
+    row_state = jax.eval_shape(functools.partial(transfers.export_row_state, **grain), state, row)
     table = np.zeros((*session.shape, geometry.max_pages), np.int32)
     bias = (np.zeros(256, np.int32), np.zeros(256, np.float32), np.zeros(32, np.int32))
     lowered = {
         "decode_step": harness._decode.lower(statics, weights, state, decode),
         "prefill_chunk": harness._prefill.lower(statics, weights, state, prefill),
-        "copy_pages": steps.copy_pages.lower(state, ids, ids),
-        "import_rows": steps.import_rows.lower(state, ids, exported),
-        "fork_row": steps.fork_row.lower(state, row, row, updates, **grain),
-        "import_row_state": steps.import_row_state.lower(state, row, row_state, table, **grain),
-        "setup_row": steps.setup_row.lower(state, row, *bias),
+        "copy_pages": transfers.copy_pages.lower(state, ids, ids),
+        "import_rows": transfers.import_rows.lower(state, ids, exported),
+        "fork_row": transfers.fork_row.lower(state, row, row, updates, **grain),
+        "import_row_state": transfers.import_row_state.lower(state, row, row_state, table, **grain),
+        "setup_row": transfers.setup_row.lower(state, row, *bias),
     }
     if session.method.evicts:
         inputs = steps.MaintainInputs(row, pages, row)  # type: ignore[arg-type]
