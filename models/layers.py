@@ -20,8 +20,18 @@ def _precision(x: jax.Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
+_CPU_PARTS = 4
+
+
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """[..., in] times [in, *out] -> [..., *out], in x's dtype."""
+    inner = x.shape[-1]
+    if x.size == inner and inner % _CPU_PARTS == 0 and jax.default_backend() == "cpu":
+        # XLA's CPU backend multiplies one row by a matrix on one thread; a batch of parts is spread over all.
+        parts = x.reshape(_CPU_PARTS, 1, inner // _CPU_PARTS)
+        split = weight.reshape(_CPU_PARTS, inner // _CPU_PARTS, math.prod(weight.shape[1:]))
+        sums = jax.lax.dot_general(parts, split, (((2,), (1,)), ((0,), (0,))), precision=_precision(x)).sum(0)
+        return sums.reshape(*x.shape[:-1], *weight.shape[1:])
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())), precision=_precision(x))
 
 
