@@ -40,8 +40,8 @@ class Shape:
 
     def __str__(self) -> str:
         marks = (", fp8" if self.codes else "") + (", per head" if self.per_head else "")
-        room = f" of {_kilo(self.max_rows)}" if self.max_rows else ""
-        return f"B={self.batch} L={_kilo(self.rows)}{room} page {self.page}{marks}"
+        room = f" of {kilo(self.max_rows)}" if self.max_rows else ""
+        return f"B={self.batch} L={kilo(self.rows)}{room} page {self.page}{marks}"
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Shape:
         return max(4, min(36, -(-(10**9) // self.nbytes)))
 
 
-def _kilo(number: int) -> str:
+def kilo(number: int) -> str:
     return f"{number // 1024}K" if number % 1024 == 0 else str(number)
 
 
@@ -206,12 +206,12 @@ def _torch_graph(run: Callable[[], Any], calls: int) -> Callable[[], float]:
     return measure
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a device copy of 2 GiB, read and written bytes counted; the median of ten."""
+def copy_bandwidth(words: int = 1 << 29) -> float:
+    """Bytes per second of a device copy of 4-byte words, read and written bytes counted; the median of ten."""
     import jax
     import jax.numpy as jnp
 
-    source = jax.random.bits(jax.random.key(0), (1 << 29,), jnp.uint32)
+    source = jax.random.bits(jax.random.key(0), (words,), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))
     copy(source).block_until_ready()
     times = []

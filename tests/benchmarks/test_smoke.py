@@ -66,6 +66,19 @@ def test_decode_parts(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_decode_step(tmp_path):
+    plot = tmp_path / "steps.svg"
+    only = ("dense B=64 L=16", "quest 16 B=3 L=1K", "dense B=3 L=1K")
+    found = run("decode_step", tmp_path, "--model", "tiny", "--rounds", 1, "--kernels", "--plot", plot, "--only", *only)
+    assert set(found["cases"]) == set(only)
+    quest = found["cases"]["quest 16 B=3 L=1K"]
+    assert quest["faster_than_dense"]["ratio"] > 0
+    assert quest["floor_bytes"]["summary_bytes"] > 0
+    assert quest["read_tokens"] < quest["resident_tokens"] == 1024
+    assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.slow
 def test_sparse_decode(tiny, tmp_path):
     size = ("--context", 160, "--batch", 2, "--budget", 64, "--steps", 3, "--rounds", 1)
     found = run("sparse_decode", tmp_path, "--model", tiny, "--load-format", "dummy", *size)

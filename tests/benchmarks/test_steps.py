@@ -1,0 +1,224 @@
+"""Floors, traces and plots of the step benchmarks, on inputs made by hand."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import bars, decode_step, filled_state, kernels, step_timing
+from sparsejax import registry
+from sparsejax.models.load import dummy
+
+# Two streams; times in picoseconds after the line's timestamp in nanoseconds.
+TRACE = """
+planes { name: "/host:CPU" lines { name: "python" events { metadata_id: 1 duration_ps: 5000 } }
+  event_metadata { key: 1 value { id: 1 name: "call" } } }
+planes { name: "/device:GPU:1" lines { name: "Stream #9" events { metadata_id: 1 duration_ps: 9000000 } }
+  event_metadata { key: 1 value { id: 1 name: "other_device" } } }
+planes {
+  name: "/device:GPU:0"
+  lines { name: "Stream #7(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 stats { metadata_id: 1 str_value: "custom-call.3.0" } }
+    events { metadata_id: 2 offset_ps: 10000000 duration_ps: 10000000 }
+    events { metadata_id: 3 offset_ps: 23000000 duration_ps: 7000000 }
+  }
+  lines { name: "Stream #8(MemcpyD2H)" timestamp_ns: 1000
+    events { metadata_id: 4 offset_ps: 25000000 duration_ps: 2000000 }
+  }
+  lines { name: "XLA Ops" timestamp_ns: 1000 events { metadata_id: 1 duration_ps: 30000000 } }
+  event_metadata { key: 1 value { id: 1 name: "gemm" } }
+  event_metadata { key: 2 value { id: 2 name: "loop_add_fusion_1" } }
+  event_metadata { key: 3 value { id: 3 name: "loop_add_fusion_12" } }
+  event_metadata { key: 4 value { id: 4 name: "MemcpyD2H" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+"""
+
+
+@pytest.fixture
+def trace(tmp_path):
+    from jax.profiler import ProfileData
+
+    folder = tmp_path / "plugins" / "profile" / "today"
+    folder.mkdir(parents=True)
+    (folder / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(TRACE))
+    return tmp_path
+
+
+def test_kernels_are_those_of_the_first_gpus_streams(trace):
+    found, planes = kernels.device_kernels(kernels.load(trace))
+    assert [kernel.name for kernel in found] == ["gemm", "loop_add_fusion_1", "loop_add_fusion_12", "MemcpyD2H"]
+    assert found[0].operation == "custom-call.3.0"
+    assert found[1].end_ns - found[0].start_ns == pytest.approx(20000)
+    assert "/host:CPU" in planes
+
+
+def test_kernels_add_up_to_a_step(trace):
+    report = kernels.analyse(kernels.device_kernels(kernels.load(trace))[0], 1)
+    first, second, third = report.groups
+    assert (first.name, first.count, first.seconds) == ("loop_add_fusion", 2, pytest.approx(17e-6))
+    assert (second.name, second.operations, second.count) == ("gemm", ("custom-call",), 1)
+    assert (third.name, third.seconds) == ("MemcpyD2H", pytest.approx(2e-6))
+    # The copy runs beside a kernel: 29 us of work in 27 us, of which 3 us are a gap.
+    assert report.sum_s == pytest.approx(29e-6)
+    assert report.busy_s == pytest.approx(27e-6)
+    assert report.span_s == pytest.approx(30e-6)
+    (gap,) = report.gaps
+    assert (gap.before, gap.after, gap.count) == ("loop_add_fusion", "loop_add_fusion", 1)
+    assert gap.seconds == pytest.approx(3e-6)
+    assert report.gap_sizes == [(5.0, pytest.approx(3e-6), 1)]
+    shown = kernels.text(report, most=1)
+    assert "2 more" in shown
+    assert "span 30.0, busy 27.0, idle 3.0" in shown
+    assert kernels.facts(report)["num_kernels"] == 4
+
+
+def test_the_first_of_equal_steps_is_left_out():
+    twice = [kernels.Kernel("a", 0, 100), kernels.Kernel("b", 900, 1000), kernels.Kernel("a", 2000, 2100)]
+    twice.append(kernels.Kernel("b", 2100, 2200))
+    kept, steps = kernels.without_first_step(twice, 2)
+    assert kernels.analyse(kept, steps).span_s == pytest.approx(200e-9)
+    assert kernels.without_first_step(twice[:3], 2) == (twice[:3], 2)
+
+
+def test_families_drop_only_trailing_numbers():
+    names = ("fusion.3.1", "loop_add_fusion_12", "nvjet_tst_64x8_2x1_v_bz_TNT", "input_reduce_fusion", "gemm_16_7")
+    assert [kernels.family(name) for name in names] == [
+        "fusion",
+        "loop_add_fusion",
+        "nvjet_tst_64x8_2x1_v_bz_TNT",
+        "input_reduce_fusion",
+        "gemm",
+    ]
+
+
+def test_a_trace_without_a_gpu_says_so(tmp_path):
+    from jax.profiler import ProfileData
+
+    file = tmp_path / "host.xplane.pb"
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace('planes { name: "/host:CPU" }'))
+    report, text = kernels.report_of(file, 1)
+    assert report is None
+    assert "/host:CPU" in text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        kernels.load(tmp_path / "empty")
+
+
+def test_the_floor_of_the_8b_shape():
+    spec = dummy.dummy_spec("qwen3-8b", "bfloat16")
+    geometry = spec.geometry(64, 131072 + 64)
+    dense, storage = registry.resolve("dense")
+    found = step_timing.floor(spec, geometry, dense, storage, 5, 131072)
+    # 8.19e9 parameters, of which the embedding table is not read.
+    assert found.weight_bytes == 2 * (8_190_735_360 - 151936 * 4096)
+    assert found.kv_bytes == 5 * 131072 * 36 * 8 * 128 * 2 * 2
+    assert found.summary_bytes == 0
+    assert found.nbytes / 4.3e12 == pytest.approx(25.99e-3, rel=1e-3)
+
+
+def test_the_floor_counts_what_selection_reads():
+    spec = dummy.dummy_spec("qwen3-8b", "bfloat16")
+    model = step_timing.MODELS["qwen3-8b"]
+    quest, storage = registry.resolve(step_timing.composition("quest", 2048, model))
+    found = step_timing.floor(spec, spec.geometry(64, 131072 + 64), quest, storage, 3, 131072)
+    row = 8 * 128 * 2 * 2
+    assert found.kv_bytes == pytest.approx(3 * (2 * 131072 + 34 * 2048) * row, rel=1e-4)
+    assert found.summary_bytes == 3 * 34 * 2048 * 8 * 2 * 128 * 2
+
+
+def test_tied_embeddings_are_read():
+    spec = dummy.dummy_spec("tiny-qwen3", "float32")
+    tied = step_timing.read_weight_bytes(spec)
+    weights = dummy.dummy_weights(spec)
+    assert tied == sum(int(leaf.nbytes) for leaf in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize("budget", [16, 64, 2048, 8192])
+@pytest.mark.parametrize("method", ["quest", "snapkv"])
+def test_budgets_are_what_they_say(method, budget):
+    found, _ = registry.resolve(step_timing.composition(method, budget, step_timing.MODELS["tiny"]))
+    assert found.params.budget == budget
+
+
+def test_rounds_against_the_floor():
+    limit = step_timing.Floor(600, 300, 100)
+    timed = [step_timing.Timed(2.0, 0.5), step_timing.Timed(4.0, 0.5), step_timing.Timed(3.0, 0.25)]
+    found = step_timing.judge(6, timed, limit, {"copy": 500.0, "nominal": 1000.0})
+    assert found["tokens_per_s"] == 2.0
+    assert found["floor_s"] == {"copy": 2.0, "nominal": 1.0}
+    assert found["step_over_floor"] == {"copy": 1.5, "nominal": 3.0}
+    assert found["host_s"]["median"] == 0.5
+
+
+def test_cases_of_one_context_share_a_runner():
+    cases = decode_step.default_cases(step_timing.MODELS["qwen3-8b"])
+    found = [{str(case) for case in group} for group in decode_step.groups(cases)]
+    long = {f"{method} B={batch} L=128K" for method in ("dense", "quest 2K") for batch in (3, 5)}
+    assert found == [{"dense B=1 L=2K"}, {"dense B=64 L=2K"}, {"dense B=4 L=32K"}, long | {"snapkv 8K B=5 L=128K"}]
+
+
+@pytest.fixture(scope="module")
+def filled():
+    spec = dummy.dummy_spec("tiny-qwen3", "float32")
+    model = step_timing.MODELS["tiny"]
+    compositions = {name: step_timing.composition(name, 64, model) for name in ("dense", "quest", "snapkv")}
+    weights = dummy.dummy_weights(spec)
+    return step_timing.Filled(spec, weights, compositions, 3, 200, model.page_size, None)
+
+
+def test_filled_pages_hold_rows_and_their_bounds(filled):
+    state = filled.runner.state
+    keys = np.asarray(state.pools["k"])
+    block = filled.geometry.head_pages_per_sequence_page
+    assert (np.abs(keys[block:]) >= 2**-7).all()
+    assert np.abs(keys).max() < 2
+    assert len(np.unique(keys[block:, 0, :4], axis=0)) == len(keys) - block
+    assert not np.array_equal(keys, state.pools["v"])
+    np.testing.assert_array_equal(state.page_aux["quest_min"][block:], keys[block:].min(1))
+    np.testing.assert_array_equal(state.page_aux["quest_max"][block:], keys[block:].max(1))
+    (table,) = state.tables.values()
+    used = np.asarray(table)[0, 0, 1:, : filled_state.pages_per_row(filled.runner.limits)]
+    assert used.min() > 0
+    assert len(np.unique(used)) == used.size
+
+
+def test_steps_run_on_a_filled_state(filled):
+    assert filled.resident == {"dense": 200, "quest": 200, "snapkv": 64}
+    timed = filled.round("snapkv", 2, 3)
+    assert timed.step_s > 0
+    (lengths,) = filled.runner.state.lengths.values()
+    # Rows 1 and 2 took four steps; the null row and row 3 none.
+    assert np.asarray(lengths)[0, 0].tolist() == [0, 68, 68, 0]
+    assert np.asarray(filled.runner.state.positions).tolist() == [0, 204, 204, 0]
+    filled.rewind("dense", 3)
+    (lengths,) = filled.runner.state.lengths.values()
+    assert np.asarray(lengths)[0, 0].tolist() == [0, 200, 200, 200]
+    assert filled.compile_s > 0
+
+
+def test_rows_beyond_their_pages_are_refused(filled):
+    room = filled_state.pages_per_row(filled.runner.limits) * filled.geometry.page_size
+    with pytest.raises(ValueError, match="need more than"):
+        filled_state.set_rows(filled.runner, 1, room, room)
+
+
+def test_unknown_page_arrays_are_refused(filled):
+    class Runner:
+        limits = filled.runner.limits
+        state = filled.runner.state.replace(page_aux={"new_sketch": jnp.zeros(1)})
+
+    with pytest.raises(ValueError, match="new_sketch"):
+        filled_state.fill_pages(Runner(), filled.storage)
+
+
+def test_bars_are_proportional():
+    root = ET.fromstring(bars.svg("A & B", ["one", "two"], {"step": [1.0, 2.0], "floor": [0.5, 1.0]}, "ms"))
+    widths = [float(rect.get("width")) for rect in root.iter("{http://www.w3.org/2000/svg}rect")][2:]
+    assert widths == [210.0, 105.0, 420.0, 210.0]
+    with pytest.raises(ValueError, match="one value per label"):
+        bars.svg("", ["one"], {"step": []}, "ms")
