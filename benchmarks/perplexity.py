@@ -106,7 +106,6 @@ def score(model: Any, method: str, windows: list[list[int]], prompt_tokens: int)
         num_sequence_pages=1 + (count + 1) * geometry.max_pages,
         decode_buckets=(count,),
         prefill_buckets=((1, min(512, prompt_tokens)),),
-        return_logits=True,
     )
 
     @jax.jit

@@ -29,7 +29,7 @@ from sparsejax.plans import (
     StepResult,
     SwappedRow,
 )
-from sparsejax.sampling import GENERAL, GREEDY, NUM_LOGPROBS, SAMPLE
+from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, StepOutputs, greedy_inputs
 from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
 from sparsejax.storage import Storage
 
@@ -46,7 +46,7 @@ class LateCompileError(RuntimeError):
 class StepTicket:
     """A step under way (see `plans.Ticket`)."""
 
-    def __init__(self, outputs: steps.StepOutputs, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]):
+    def __init__(self, outputs: StepOutputs, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]):
         self._packed = outputs.packed
         self._num_rows = num_rows
         self._wants_logprobs = wants_logprobs
@@ -125,7 +125,6 @@ class DeviceRunner:
         implementation: str | None = None,
         fail_on_retrace: bool = False,
         on_compile: Callable[[str, float], None] | None = None,
-        return_logits: bool = False,
     ) -> None:
         self._limits = RunnerLimits(
             geometry=geometry,
@@ -140,8 +139,7 @@ class DeviceRunner:
         self.weights = weights
         self._methods = methods
         self._statics = {
-            name: steps.Statics(spec, geometry, method, storage, implementation, return_logits)
-            for name, method in methods.items()
+            name: steps.Statics(spec, geometry, method, storage, implementation) for name, method in methods.items()
         }
         size = StateSize(num_rows, num_sequence_pages, spec.vocab_size)
         self.state: KVState = empty_state(geometry, size, tuple(methods.values()), storage)
@@ -159,8 +157,9 @@ class DeviceRunner:
     # Programs
 
     def _program(
-        self, name: str, key: Hashable, jitted: Any, args: tuple, static: dict[str, Any]
+        self, name: str, key: Hashable, jitted: Any, args: Callable[[], tuple], static: dict[str, Any]
     ) -> Callable[..., Any]:
+        """The compiled program of `key`; `args` gives arguments of the right shapes if it must be compiled."""
         program = self._programs.get(key)
         if program is not None:
             return program
@@ -170,10 +169,14 @@ class DeviceRunner:
                 raise LateCompileError(f"{name} {key} was compiled after start-up")
             log.warning("compiling %s after start-up", name)
         start = time.perf_counter()
-        program = jitted.lower(*args, **static).compile()
+        program = jitted.lower(*args(), **static).compile()
         self._programs[key] = program
         self._on_compile(name, time.perf_counter() - start)
         return program
+
+    def _run(self, name: str, key: Hashable, jitted: Any, args: tuple, **static: Any) -> Any:
+        """Calls the program of `key`, which is compiled for `args` if there is none."""
+        return self._program(name, key, jitted, lambda: args, static)(*args)
 
     def seal(self) -> None:
         """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
@@ -191,6 +194,10 @@ class DeviceRunner:
                 for phase, kept in sorted(self._compactions(method)):
                     label = f"maintain[{name} {phase} keep={kept}]"
                     yield label, functools.partial(self._maintain_program, name, phase, kept)
+        sizes = {*self._limits.decode_buckets, *(size for size, _ in self._limits.prefill_buckets)}
+        for size in sorted(sizes):
+            for mode in self._sampling_modes:
+                yield f"sample[rows={size} mode={mode}]", functools.partial(self._sample_program, size, mode)
         yield "rows", self._compile_row_programs
 
     def _compile_row_programs(self) -> None:
@@ -213,32 +220,45 @@ class DeviceRunner:
             found |= {(phase, int(count)) for count in np.unique(kept[kept != lengths])}
         return found
 
-    def _decode_program(self, name: str, bucket: int, inputs: steps.DecodeInputs | None = None) -> Callable[..., Any]:
-        statics = self._statics[name]
-        inputs = inputs or self._decode_inputs(name, [], bucket)
-        key = ("decode", name, bucket)
-        args = (statics, self.weights, self.state, inputs)
-        return self._program("decode", key, steps.decode_step, args, {})
+    def _decode_program(self, name: str, bucket: int) -> Callable[..., Any]:
+        def args() -> tuple:
+            return self._statics[name], self.weights, self.state, *self._decode_inputs(name, [], bucket)
 
-    def _prefill_program(
-        self, name: str, bucket: tuple[int, int], inputs: steps.PrefillInputs | None = None
-    ) -> Callable[..., Any]:
-        inputs = inputs or self._prefill_inputs(name, [], bucket)
-        args = (self._statics[name], self.weights, self.state, inputs)
-        return self._program("prefill", ("prefill", name, bucket), steps.prefill_chunk, args, {})
+        return self._program("decode", ("decode", name, bucket), steps.decode_logits, args, {})
+
+    def _prefill_program(self, name: str, bucket: tuple[int, int]) -> Callable[..., Any]:
+        def args() -> tuple:
+            return self._statics[name], self.weights, self.state, *self._prefill_inputs(name, [], bucket)
+
+        return self._program("prefill", ("prefill", name, bucket), steps.prefill_logits, args, {})
+
+    @functools.cached_property
+    def _sampling_modes(self) -> tuple[int | None, ...]:
+        """`mode` of the sampling programs. A CPU branches for nothing, so there one program serves every batch."""
+        return (None,) if jax.default_backend() == "cpu" else (GREEDY, SAMPLE, None)
+
+    def _sample_program(self, size: int, mode: int | None) -> Callable[..., Any]:
+        def args() -> tuple:
+            logits = jax.ShapeDtypeStruct((size, self._limits.vocab_size), np.dtype(np.float32))
+            return self.state, logits, np.zeros((size, 2), np.int32), *greedy_inputs(size)
+
+        return self._program("sample", ("sample", size, mode), steps.sample_step, args, {"mode": mode})
 
     def _maintain_program(self, name: str, phase: str, kept: int) -> Callable[..., Any]:
         shape = self._limits.geometry.table_shape(self._methods[name].granularity)
         pages = np.zeros((*shape, self._limits.geometry.pages(kept)), np.int32)
         inputs = steps.MaintainInputs(np.int32(0), pages, np.int32(0))  # type: ignore[arg-type]
-        args = (self._statics[name], self.state, inputs)
         static = {"phase": phase, "kept": kept}
+
+        def args() -> tuple:
+            return self._statics[name], self.state, inputs
+
         return self._program("maintain", ("maintain", name, phase, kept), steps.maintain_step, args, static)
 
     # Packing
 
     def _sampling(self, rows: list[SamplingRow], size: int) -> tuple[np.ndarray, np.ndarray]:
-        ints, floats = steps.greedy_inputs(size)
+        ints, floats = greedy_inputs(size)
         for i, row in enumerate(rows):
             general = row.has_bias or row.mask_stops or row.presence_penalty or row.frequency_penalty
             general = general or row.repetition_penalty != 1.0
@@ -275,26 +295,28 @@ class DeviceRunner:
         layers, heads = self._limits.geometry.table_shape(self._methods[name].granularity)
         return layers * heads
 
-    def _decode_inputs(self, name: str, rows: list[DecodeRow], bucket: int) -> steps.DecodeInputs:
+    def _decode_inputs(self, name: str, rows: list[DecodeRow], bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` and `updates` of `steps.decode_logits`."""
         table = np.zeros((bucket, 2), np.int32)
         table[:, 1] = -1
         for i, row in enumerate(rows):
             table[i] = row.row, -1 if row.token is None else row.token
-        ints, floats = self._sampling([row.sampling for row in rows], bucket)
         updates = self._updates(((r.row, r.table_updates) for r in rows), bucket * self._tables_per_row(name))
-        return steps.DecodeInputs(table, ints, floats, updates)  # type: ignore[arg-type]
+        return table, updates
 
-    def _prefill_inputs(self, name: str, rows: list[PrefillRow], bucket: tuple[int, int]) -> steps.PrefillInputs:
+    def _prefill_inputs(
+        self, name: str, rows: list[PrefillRow], bucket: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`tokens`, `rows` and `updates` of `steps.prefill_logits`."""
         size, chunk = bucket
         tokens = np.zeros((size, chunk), np.int32)
         table = np.zeros((size, 4), np.int32)
         for i, row in enumerate(rows):
             tokens[i, : len(row.tokens)] = row.tokens
             table[i] = row.row, len(row.tokens), row.first, row.sample
-        ints, floats = self._sampling([row.sampling for row in rows], size)
         width = size * (self._limits.geometry.pages(chunk) + 1) * self._tables_per_row(name)
         updates = self._updates(((r.row, r.table_updates) for r in rows), width)
-        return steps.PrefillInputs(tokens, table, ints, floats, updates)  # type: ignore[arg-type]
+        return tokens, table, updates
 
     def _head_pages(self, name: str, pages: np.ndarray) -> np.ndarray:
         """int32 [n * head-pages per page] of page ids [n] of the method's granularity."""
@@ -310,26 +332,32 @@ class DeviceRunner:
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         stops[: len(stop_ids)] = stop_ids
         args = (self.state, np.int32(row), ids, values, stops)
-        self.state = self._program("setup_row", "setup_row", transfers.setup_row, args, {})(*args)
+        self.state = self._run("setup_row", "setup_row", transfers.setup_row, args)
 
     def decode(self, method: str, rows: list[DecodeRow]) -> StepTicket:
         bucket = next(size for size in self._limits.decode_buckets if size >= len(rows))
         inputs = self._decode_inputs(method, rows, bucket)
-        program = self._decode_program(method, bucket, inputs)
-        self.state, outputs = program(self.weights, self.state, inputs)
-        return self._ticket(outputs, [row.sampling for row in rows])
+        self.state, logits = self._decode_program(method, bucket)(self.weights, self.state, *inputs)
+        return self._sample(logits, [(row.row, 1) for row in rows], [row.sampling for row in rows])
 
     def prefill(self, method: str, rows: list[PrefillRow]) -> StepTicket:
         longest = max(len(row.tokens) for row in rows)
         fitting = [b for b in self._limits.prefill_buckets if b[0] >= len(rows) and b[1] >= longest]
         bucket = min(fitting, key=lambda b: (b[0] * b[1], b))
         inputs = self._prefill_inputs(method, rows, bucket)
-        program = self._prefill_program(method, bucket, inputs)
-        self.state, outputs = program(self.weights, self.state, inputs)
-        return self._ticket(outputs, [row.sampling for row in rows])
+        self.state, logits = self._prefill_program(method, bucket)(self.weights, self.state, *inputs)
+        return self._sample(logits, [(row.row, row.sample) for row in rows], [row.sampling for row in rows])
 
-    def _ticket(self, outputs: steps.StepOutputs, sampling: list[SamplingRow]) -> StepTicket:
+    def _sample(self, logits: jax.Array, rows: list[tuple[int, int]], sampling: list[SamplingRow]) -> StepTicket:
+        """Submits the sampling of a step whose logits are under way. `rows` are (row, sample)."""
+        size = logits.shape[0]
+        table = np.zeros((size, 2), np.int32)
+        table[: len(rows)] = rows
+        ints, floats = self._sampling(sampling, size)
         wants_logprobs = any(row.logprobs >= 0 for row in sampling)
+        mode = None if wants_logprobs else int(ints[:, INT_COLUMNS.index("mode")].max())
+        program = self._sample_program(size, mode if mode in self._sampling_modes else None)
+        self.state, outputs = program(self.state, logits, table, ints, floats)
         return StepTicket(outputs, len(sampling), wants_logprobs, self._settle_exports)
 
     def maintain(self, method: str, plan: MaintainRow) -> None:
@@ -350,14 +378,14 @@ class DeviceRunner:
         args = (self.state, np.int32(plan.source), np.int32(plan.target), updates)
         key = ("fork_row", granularity)
         static = {"granularity": granularity}
-        self.state = self._program("fork_row", key, transfers.fork_row, args, static)(*args)
+        self.state = self._run("fork_row", key, transfers.fork_row, args, **static)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         block = self._limits.geometry.head_pages_per_sequence_page
         for start in range(0, len(source), block):
             part = slice(start, start + block)
             args = (self.state, _padded(source[part], block), _padded(target[part], block))
-            self.state = self._program("copy_pages", "copy_pages", transfers.copy_pages, args, {})(*args)
+            self.state = self._run("copy_pages", "copy_pages", transfers.copy_pages, args)
 
     def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
         granularity = self._methods[method].granularity
@@ -365,13 +393,11 @@ class DeviceRunner:
         static = {"granularity": granularity.value}
         args = (self.state, np.int32(row))
         key = ("export_row_state", granularity)
-        row_state = self._program("export_row_state", key, transfers.export_row_state, args, static)(*args)
-        blocks = []
-        for ids in self._blocks(head_pages):
-            block_args = (self.state, ids)
-            blocks.append(
-                self._program("export_rows", "export_rows", transfers.export_rows, block_args, {})(*block_args)
-            )
+        row_state = self._run("export_row_state", key, transfers.export_row_state, args, **static)
+        blocks = [
+            self._run("export_rows", "export_rows", transfers.export_rows, (self.state, ids))
+            for ids in self._blocks(head_pages)
+        ]
         exported = _Exported(row_state, blocks, len(head_pages))
         self._pending_exports.append(exported)
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported.arrays))
@@ -387,13 +413,13 @@ class DeviceRunner:
         row_state, blocks = exported.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
             args = (self.state, ids, block)
-            self.state = self._program("import_rows", "import_rows", transfers.import_rows, args, {})(*args)
+            self.state = self._run("import_rows", "import_rows", transfers.import_rows, args)
         table = np.zeros((*geometry.table_shape(granularity), geometry.max_pages), np.int32)
         table[:, :, : pages.shape[2]] = np.maximum(pages, 0)
         args = (self.state, np.int32(row), row_state, table)
         key = ("import_row_state", granularity)
         static = {"granularity": granularity.value}
-        self.state = self._program("import_row_state", key, transfers.import_row_state, args, static)(*args)
+        self.state = self._run("import_row_state", key, transfers.import_row_state, args, **static)
 
     def _blocks(self, head_pages: np.ndarray) -> Iterator[np.ndarray]:
         size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page

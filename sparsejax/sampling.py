@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sparsejax.state import IN_PROMPT
+from sparsejax.state import IN_PROMPT, KVState
 
 NUM_LOGPROBS = 20
 
@@ -47,6 +48,28 @@ class SamplingInputs(NamedTuple):
     def unpack(cls, ints: jax.Array, floats: jax.Array) -> SamplingInputs:
         """From int32 [batch, len(INT_COLUMNS)] and float32 [batch, len(FLOAT_COLUMNS)]."""
         return cls(*ints.T, *floats.T)
+
+
+def greedy_inputs(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The packed sampling inputs that pick the best token of each row."""
+    ints, floats = np.zeros((batch, len(INT_COLUMNS)), np.int32), np.zeros((batch, len(FLOAT_COLUMNS)), np.float32)
+    ints[:, INT_COLUMNS.index("logprobs")] = -1
+    floats[:, FLOAT_COLUMNS.index("top_p")] = 1.0
+    floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1.0
+    return ints, floats
+
+
+class StepOutputs(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+      packed: int32 [batch, 3 + 2 * NUM_LOGPROBS]: token, ok (0/1), then float32 bits of its logprob, the ids and the
+        float32 bits of the best logprobs. One small array, so one copy to the host.
+      logits: float32 [batch, vocab].
+    """
+
+    packed: jax.Array
+    logits: jax.Array
 
 
 class RowBias(NamedTuple):
@@ -134,25 +157,24 @@ def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     return jnp.where(inputs.temperature > 0, sampled, greedy).astype(jnp.int32)
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs, bias) -> jax.Array:
+def sample(logits: jax.Array, inputs: SamplingInputs, bias, mode: int | None = None) -> jax.Array:
     """Samples one token per row.
 
     Args:
       logits: float32 [batch, vocab].
       inputs: parameters.
       bias: () -> RowBias, called only where a row needs GENERAL sampling.
+      mode: the most that any row needs, None to look at the parameters.
 
     Returns:
       int32 [batch].
     """
-    return jax.lax.switch(
-        inputs.mode.max(),
-        (
-            lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-            lambda: _draw(logits, inputs),
-            lambda: _draw(adjust(logits, inputs, bias()), inputs),
-        ),
+    ways = (
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: _draw(logits, inputs),
+        lambda: _draw(adjust(logits, inputs, bias()), inputs),
     )
+    return jax.lax.switch(inputs.mode.max(), ways) if mode is None else ways[mode]()
 
 
 class Logprobs(NamedTuple):
@@ -175,8 +197,45 @@ def logprobs(logits: jax.Array, tokens: jax.Array, inputs: SamplingInputs) -> Lo
         pad = ((0, 0), (0, NUM_LOGPROBS - width))
         return Logprobs(chosen, jnp.pad(top_ids.astype(jnp.int32), pad), jnp.pad(top, pad, constant_values=-jnp.inf))
 
-    def nothing():
-        empty = jnp.zeros((batch, NUM_LOGPROBS), jnp.float32)
-        return Logprobs(jnp.zeros((batch,), jnp.float32), empty.astype(jnp.int32), empty)
+    return jax.lax.cond((inputs.logprobs >= 0).any(), compute, lambda: _no_logprobs(batch))
 
-    return jax.lax.cond((inputs.logprobs >= 0).any(), compute, nothing)
+
+def _no_logprobs(batch: int) -> Logprobs:
+    empty = jnp.zeros((batch, NUM_LOGPROBS), jnp.float32)
+    return Logprobs(jnp.zeros((batch,), jnp.float32), empty.astype(jnp.int32), empty)
+
+
+def sample_rows(
+    state: KVState,
+    logits: jax.Array,
+    rows: jax.Array,
+    wanted: jax.Array,
+    ints: jax.Array,
+    floats: jax.Array,
+    mode: int | None = None,
+) -> tuple[KVState, StepOutputs]:
+    """Samples for float32 [batch, vocab]; rows that are not `wanted` keep their last token. See `steps.sample_step`."""
+    inputs = SamplingInputs.unpack(ints, floats)
+    ok = jnp.isfinite(logits).all(-1)
+    finite = jnp.where(ok[:, None], logits, 0.0)
+
+    def bias() -> RowBias:
+        return RowBias(state.counts[rows], state.bias_ids[rows], state.bias_values[rows], state.stop_ids[rows])
+
+    with jax.named_scope("sample"):
+        tokens = sample(finite, inputs, bias, mode)
+        found = logprobs(finite, tokens, inputs) if mode is None else _no_logprobs(len(rows))
+    target = jnp.where(wanted, rows, 0)
+    state = state.replace(
+        last_tokens=state.last_tokens.at[target].set(tokens),
+        counts=state.counts.at[target, tokens].add(1),
+    )
+    return state, StepOutputs(_pack(jnp.where(wanted, tokens, -1), ok, found), logits)
+
+
+def _pack(tokens: jax.Array, ok: jax.Array, found: Logprobs) -> jax.Array:
+    def bits(x):
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    head = jnp.stack([tokens, ok.astype(jnp.int32), bits(found.chosen)], axis=1)
+    return jnp.concatenate([head, found.top_ids, bits(found.top)], axis=1)

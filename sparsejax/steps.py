@@ -25,15 +25,8 @@ from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Weights
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import PageView
-from sparsejax.sampling import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    Logprobs,
-    RowBias,
-    SamplingInputs,
-    logprobs,
-    sample,
-)
+from sparsejax.sampling import StepOutputs, sample_rows
+from sparsejax.sampling import greedy_inputs as greedy_inputs
 from sparsejax.state import IN_PROMPT, POSITIONS, KVState, layer_view
 from sparsejax.storage import Storage
 
@@ -48,7 +41,6 @@ class Statics:
       method: the sparse method of every row in the batch.
       storage: how rows are stored.
       implementation: kernel implementation, None or "auto" to choose.
-      return_logits: also return the logits (research, scoring).
     """
 
     spec: ModelSpec
@@ -56,7 +48,6 @@ class Statics:
     method: Method
     storage: Storage
     implementation: str | None = None
-    return_logits: bool = False
 
 
 class DecodeInputs(NamedTuple):
@@ -102,19 +93,6 @@ class MaintainInputs(NamedTuple):
     row: jax.Array
     new_pages: jax.Array
     observed: jax.Array
-
-
-class StepOutputs(NamedTuple):
-    """What a step gives back.
-
-    Attributes:
-      packed: int32 [batch, 3 + 2 * NUM_LOGPROBS]: token, ok (0/1), then float32 bits of its logprob, the ids and the
-        float32 bits of the best logprobs. One small array, so one copy to the host.
-      logits: float32 [batch, vocab] if `Statics.return_logits`, else None.
-    """
-
-    packed: jax.Array
-    logits: jax.Array | None
 
 
 class Cache(NamedTuple):
@@ -257,64 +235,24 @@ def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVSt
     return state.replace(tables={**state.tables, name: table})
 
 
-def _finish(
-    statics: Statics,
-    weights: Weights,
-    state: KVState,
-    hidden: jax.Array,
-    rows: jax.Array,
-    wanted: jax.Array,
-    ints: jax.Array,
-    floats: jax.Array,
-) -> tuple[KVState, StepOutputs]:
-    """Logits and sampling for [batch, hidden]; rows that are not `wanted` keep their last token."""
-    logits = get_architecture(statics.spec.architecture).logits(statics.spec, weights, hidden)
-    inputs = SamplingInputs.unpack(ints, floats)
-    ok = jnp.isfinite(logits).all(-1)
-    logits = jnp.where(ok[:, None], logits, 0.0)
-
-    def bias() -> RowBias:
-        return RowBias(state.counts[rows], state.bias_ids[rows], state.bias_values[rows], state.stop_ids[rows])
-
-    with jax.named_scope("sample"):
-        tokens = sample(logits, inputs, bias)
-        found = logprobs(logits, tokens, inputs)
-    target = jnp.where(wanted, rows, 0)
-    state = state.replace(
-        last_tokens=state.last_tokens.at[target].set(tokens),
-        counts=state.counts.at[target, tokens].add(1),
-    )
-    return state, StepOutputs(
-        _pack(jnp.where(wanted, tokens, -1), ok, found), logits if statics.return_logits else None
-    )
-
-
-def _pack(tokens: jax.Array, ok: jax.Array, found: Logprobs) -> jax.Array:
-    def bits(x):
-        return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-    head = jnp.stack([tokens, ok.astype(jnp.int32), bits(found.chosen)], axis=1)
-    return jnp.concatenate([head, found.top_ids, bits(found.top)], axis=1)
-
-
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
-def decode_step(
-    statics: Statics, weights: Weights, state: KVState, inputs: DecodeInputs
-) -> tuple[KVState, StepOutputs]:
-    """Appends one token to each row of a batch and samples the next.
+def decode_logits(
+    statics: Statics, weights: Weights, state: KVState, rows: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
+    """Appends one token to each row of a batch: `decode_step` without its sampling.
 
     Args:
       statics: what the program is compiled for.
       weights: the model's weights.
       state: donated.
-      inputs: rows, sampling parameters and page table updates; every row needs a page for its next token.
+      rows, updates: as in `DecodeInputs`; every row needs a page for its next token.
 
     Returns:
-      the new state, and the sampled tokens.
+      the new state, and float32 [batch, vocab].
     """
     name = statics.method.granularity.value
-    state = _update_tables(statics, state, inputs.updates)
-    rows, forced = inputs.rows.T
+    state = _update_tables(statics, state, updates)
+    rows, forced = rows.T
     live = (rows != 0).astype(jnp.int32)
     tokens = jnp.where(forced >= 0, forced, state.last_tokens[rows])
     table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
@@ -329,28 +267,27 @@ def decode_step(
         lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].add(live[None, None, :])},
         positions=state.positions.at[rows].add(live),
     )
-    return _finish(statics, weights, state, x, rows, rows != 0, inputs.ints, inputs.floats)
+    return state, get_architecture(statics.spec.architecture).logits(statics.spec, weights, x)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
-def prefill_chunk(
-    statics: Statics, weights: Weights, state: KVState, inputs: PrefillInputs
-) -> tuple[KVState, StepOutputs]:
-    """Appends a prompt chunk to each row of a batch; rows whose prompt ends here sample their first token.
+def prefill_logits(
+    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
+    """Appends a prompt chunk to each row of a batch: `prefill_chunk` without its sampling.
 
     Args:
       statics: what the program is compiled for.
       weights: the model's weights.
       state: donated.
-      inputs: tokens, rows, sampling parameters and page table updates; pages for all new tokens must be in the table.
+      tokens, rows, updates: as in `PrefillInputs`; pages for all new tokens must be in the table.
 
     Returns:
-      the new state, and the sampled tokens (-1 for rows that did not sample).
+      the new state, and float32 [batch, vocab] of each row's last token.
     """
     name = statics.method.granularity.value
-    state = _update_tables(statics, state, inputs.updates)
-    rows, num_new, first, wanted = inputs.rows.T
-    tokens = inputs.tokens
+    state = _update_tables(statics, state, updates)
+    rows, num_new, first, _ = rows.T
     chunk = tokens.shape[1]
     again = 1 - first
     start = state.lengths[name][:, :, rows] * again[None, None, :]
@@ -372,7 +309,72 @@ def prefill_chunk(
         positions=state.positions.at[rows].set(position + num_new),
         counts=counts,
     )
-    return _finish(statics, weights, state, last, rows, wanted != 0, inputs.ints, inputs.floats)
+    return state, get_architecture(statics.spec.architecture).logits(statics.spec, weights, last)
+
+
+@functools.partial(jax.jit, static_argnames=("mode",), donate_argnames=("state",))
+def sample_step(
+    state: KVState, logits: jax.Array, rows: jax.Array, ints: jax.Array, floats: jax.Array, *, mode: int | None = None
+) -> tuple[KVState, StepOutputs]:
+    """Samples from the logits of `decode_logits` or `prefill_logits`.
+
+    A program of its own: it is the same for every method, and a batch that needs less of it can be given a program that
+    does less. An accelerator pays for a branch taken on the device with a round trip to the host.
+
+    Args:
+      state: donated.
+      logits: float32 [batch, vocab].
+      rows: int32 [batch, 2]: row, sample (0/1). Rows that don't sample keep their last token.
+      ints, floats: sampling parameters, columns as in `sparsejax.sampling`.
+      mode: GREEDY or SAMPLE of `sparsejax.sampling` if every row needs at most that and none wants logprobs; None
+        serves every batch.
+
+    Returns:
+      the new state, and the sampled tokens (-1 for rows that did not sample).
+    """
+    return sample_rows(state, logits, rows[:, 0], rows[:, 1] != 0, ints, floats, mode)
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "mode"), donate_argnames=("state",))
+def decode_step(
+    statics: Statics, weights: Weights, state: KVState, inputs: DecodeInputs, *, mode: int | None = None
+) -> tuple[KVState, StepOutputs]:
+    """Appends one token to each row of a batch and samples the next.
+
+    Args:
+      statics: what the program is compiled for.
+      weights: the model's weights.
+      state: donated.
+      inputs: rows, sampling parameters and page table updates; every row needs a page for its next token.
+      mode: see `sample_step`.
+
+    Returns:
+      the new state, and the sampled tokens.
+    """
+    state, logits = decode_logits.__wrapped__(statics, weights, state, inputs.rows, inputs.updates)
+    rows = inputs.rows[:, 0]
+    return sample_rows(state, logits, rows, rows != 0, inputs.ints, inputs.floats, mode)
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "mode"), donate_argnames=("state",))
+def prefill_chunk(
+    statics: Statics, weights: Weights, state: KVState, inputs: PrefillInputs, *, mode: int | None = None
+) -> tuple[KVState, StepOutputs]:
+    """Appends a prompt chunk to each row of a batch; rows whose prompt ends here sample their first token.
+
+    Args:
+      statics: what the program is compiled for.
+      weights: the model's weights.
+      state: donated.
+      inputs: tokens, rows, sampling parameters and page table updates; pages for all new tokens must be in the table.
+      mode: see `sample_step`.
+
+    Returns:
+      the new state, and the sampled tokens (-1 for rows that did not sample).
+    """
+    state, logits = prefill_logits.__wrapped__(statics, weights, state, inputs.tokens, inputs.rows, inputs.updates)
+    rows, wanted = inputs.rows[:, 0], inputs.rows[:, 3] != 0
+    return sample_rows(state, logits, rows, wanted, inputs.ints, inputs.floats, mode)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))
@@ -399,7 +401,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
     new_table = jnp.zeros_like(table).at[:, :, 0, :num_columns].set(inputs.new_pages)
     kept_lengths = jnp.full_like(lengths, kept)
     index = jnp.arange(kept, dtype=jnp.int32)
-    columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, :, None]
+    columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, None, :]
 
     def body(layer, cache: Cache) -> Cache:
         old = layer_view(geometry, method.granularity, table, lengths, layer)
@@ -417,28 +419,27 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             names=_payload_names(cache),
             load_tile=_load_tile(statics),
             row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
+            implementation=statics.implementation,
         )
         keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
-        source = old.pages_at(keep // geometry.page_size).swapaxes(1, 2)  # [1, kept, kv_heads]
-        source_offsets = (keep % geometry.page_size).swapaxes(1, 2)
-        target = new.pages_at(jnp.broadcast_to(columns, keep.shape)).swapaxes(1, 2)
-        rows = {pool: array[source, source_offsets] for pool, array in cache.pools.items()}
-        pools = {pool: cache.pools[pool].at[target, offsets].set(array) for pool, array in rows.items()}
+        pools = api.move_rows(cache.pools, keep, old, new, implementation=statics.implementation)
         cache = cache._replace(pools=pools)
         if method.on_write is None:
             return cache
+        # Read where they went, not where they came from: then nothing needs the pools as they were.
+        target = new.pages_at(columns)  # [1, kv_heads, kept]
+        rows = {pool: array[target, offsets] for pool, array in pools.items()}
         positions = rows.pop(POSITIONS)
-        tiles = {pool: jnp.moveaxis(array, 2, 1) for pool, array in rows.items()}
-        keys, _ = _load_tile(statics)(tiles, layer)
+        keys, _ = _load_tile(statics)(rows, layer)
         written = Written(
             phase="pack",
             rows=row[None],
             layer=layer,
             keys=jnp.moveaxis(keys, 1, 2),
             queries=None,
-            positions=positions[:, :, 0],
-            head_pages=target,
-            offsets=offsets,
+            positions=positions[:, 0],
+            head_pages=target.swapaxes(1, 2),
+            offsets=offsets.swapaxes(1, 2),
             valid=jnp.ones((1, kept), bool),
             num_valid=jnp.full((1,), kept, jnp.int32),
         )
@@ -453,15 +454,6 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
         tables={**state.tables, name: state.tables[name].at[:, :, row].set(new_table[:, :, 0])},
         lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(kept)},
     )
-
-
-def greedy_inputs(batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `ints` and `floats` of `DecodeInputs` and `PrefillInputs` that pick the best token of each row."""
-    ints, floats = np.zeros((batch, len(INT_COLUMNS)), np.int32), np.zeros((batch, len(FLOAT_COLUMNS)), np.float32)
-    ints[:, INT_COLUMNS.index("logprobs")] = -1
-    floats[:, FLOAT_COLUMNS.index("top_p")] = 1.0
-    floats[:, FLOAT_COLUMNS.index("repetition_penalty")] = 1.0
-    return ints, floats
 
 
 def table_updates(row: int, pages: np.ndarray, first_column: int = 0, width: int | None = None) -> np.ndarray:

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -48,30 +47,6 @@ def tiny_weights(spec: ModelSpec = TINY, seed: int = 0) -> Weights:
 def tokens_of(seed: int, count: int, vocab_size: int = TINY.vocab_size) -> list[int]:
     """A random text."""
     return np.random.default_rng(seed).integers(1, vocab_size, count).tolist()
-
-
-def _argmax(logits, inputs, bias):
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _no_logprobs(logits, tokens, inputs):
-    empty = jnp.zeros((logits.shape[0], sampling.NUM_LOGPROBS), jnp.float32)
-    return sampling.Logprobs(empty[:, 0], empty.astype(jnp.int32), empty)
-
-
-_greedy = functools.partial(mock.patch.multiple, steps, sample=_argmax, logprobs=_no_logprobs)
-
-
-@functools.partial(jax.jit, static_argnames="statics", donate_argnames="state")
-def _decode(statics, weights, state, inputs):
-    with _greedy():
-        return steps.decode_step.__wrapped__(statics, weights, state, inputs)
-
-
-@functools.partial(jax.jit, static_argnames="statics", donate_argnames="state")
-def _prefill(statics, weights, state, inputs):
-    with _greedy():
-        return steps.prefill_chunk.__wrapped__(statics, weights, state, inputs)
 
 
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
@@ -152,7 +127,7 @@ class Session:
         self.weights = tiny_weights(spec) if weights is None else weights
         page_size = self.method.page_size(self.method.params) or page_size
         self.geometry: Geometry = spec.geometry(page_size, max_len)
-        self.statics = steps.Statics(spec, self.geometry, self.method, self.storage, return_logits=True)
+        self.statics = steps.Statics(spec, self.geometry, self.method, self.storage)
         self.grain = self.method.granularity
         self.shape = self.geometry.table_shape(self.grain)
         self.num_rows, self.chunk = num_rows, chunk
@@ -300,7 +275,9 @@ class Session:
             width = self.num_rows * (self.geometry.pages(self.chunk) + 1) * int(np.prod(self.shape))
             ints, floats = steps.greedy_inputs(self.num_rows)
             inputs = steps.PrefillInputs(tokens, table, ints, floats, self._pack(updates, width))  # type: ignore[arg-type]
-            self.state, out = run(_prefill, self.statics, self.weights, self.state, inputs)
+            self.state, out = run(
+                steps.prefill_chunk, self.statics, self.weights, self.state, inputs, mode=sampling.GREEDY
+            )
             for i, row in enumerate(rows):
                 if todo[row]:
                     self._maintain(row, "chunk")
@@ -323,7 +300,7 @@ class Session:
         ints, floats = steps.greedy_inputs(self.num_rows)
         packed = self._pack(updates, self.num_rows * int(np.prod(self.shape)))
         inputs = steps.DecodeInputs(table, ints, floats, packed)  # type: ignore[arg-type]
-        self.state, out = run(_decode, self.statics, self.weights, self.state, inputs)
+        self.state, out = run(steps.decode_step, self.statics, self.weights, self.state, inputs, mode=sampling.GREEDY)
         for row in rows:
             self._maintain(row, "token")
         self.outputs = np.asarray(out.packed)[padding : padding + len(rows)]

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import steps, transfers
+from sparsejax import sampling, steps, transfers
 from sparsejax.arrays import is_spec
 from sparsejax.state import StateSize, state_specs
 from tests.contracts.compositions import start
-from tests.core import harness
 
 COMPOSITIONS = ["dense", "quest", "snapkv", "dense+fp8_kv", "snapkv+quest+fp8_kv"]
 NUM_PAGES = 60_000
@@ -43,8 +42,8 @@ def compiled(composition: str) -> tuple[dict, steps.KVState]:
     table = np.zeros((*session.shape, geometry.max_pages), np.int32)
     bias = (np.zeros(256, np.int32), np.zeros(256, np.float32), np.zeros(32, np.int32))
     lowered = {
-        "decode_step": harness._decode.lower(statics, weights, state, decode),
-        "prefill_chunk": harness._prefill.lower(statics, weights, state, prefill),
+        "decode_step": steps.decode_step.lower(statics, weights, state, decode, mode=sampling.GREEDY),
+        "prefill_chunk": steps.prefill_chunk.lower(statics, weights, state, prefill, mode=sampling.GREEDY),
         "copy_pages": transfers.copy_pages.lower(state, ids, ids),
         "import_rows": transfers.import_rows.lower(state, ids, exported),
         "fork_row": transfers.fork_row.lower(state, row, row, updates, **grain),
@@ -114,7 +113,7 @@ def test_layers_of_one_role_share_one_trace(composition):
     state = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
     ints, floats = steps.greedy_inputs(4)
     inputs = steps.DecodeInputs(np.zeros((4, 2), np.int32), ints, floats, np.zeros((4, 5), np.int32))  # type: ignore[arg-type]
-    jaxpr = harness._decode.trace(statics, weights, state, inputs).jaxpr
+    jaxpr = steps.decode_step.trace(statics, weights, state, inputs, mode=sampling.GREEDY).jaxpr
     calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == "_layer"]
     assert len(calls) == 6
     roles = session.method.roles(6)

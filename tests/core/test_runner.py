@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import registry
+from sparsejax import registry, sampling, steps
 from sparsejax.plans import DecodeRow, ForkRow, MaintainRow, PrefillRow, SamplingRow
 from sparsejax.runner import DeviceRunner, LateCompileError
 from tests.contracts.compositions import small, start
@@ -44,7 +44,6 @@ def runner() -> DeviceRunner:
         decode_buckets=(1, 4),
         prefill_buckets=((4, 48),),
         fail_on_retrace=True,
-        return_logits=True,
     )
     for _, compile_program in found.programs():
         compile_program()
@@ -180,6 +179,31 @@ def test_logprobs_are_those_of_the_raw_logits(runner):
     np.testing.assert_allclose(result.top_logprobs[:, 0], wanted.max(-1), rtol=1e-4, atol=1e-4)
     assert result.top_ids[:, 0].tolist() == wanted.argmax(-1).tolist()
     assert driver.prefill({3: SHORT}).result().logprob is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ((BEST, BEST), sampling.GREEDY),
+        ((BEST, SamplingRow(temperature=0.7)), sampling.SAMPLE),
+        ((BEST, SamplingRow(temperature=0.7, presence_penalty=0.5)), None),
+        ((BEST, SamplingRow(logprobs=3)), None),
+    ],
+)
+def test_an_accelerator_runs_no_more_of_the_sampler_than_the_batch_needs(runner, monkeypatch, rows, wanted):
+    asked = []
+
+    def program(size, mode):
+        asked.append(mode)
+        return lambda state, *inputs: steps.sample_step(state, *inputs, mode=mode)
+
+    monkeypatch.setitem(vars(runner), "_sampling_modes", (sampling.GREEDY, sampling.SAMPLE, None))
+    monkeypatch.setattr(runner, "_sample_program", program)
+    logits = np.random.default_rng(0).normal(0, 1, (4, TINY.vocab_size)).astype(np.float32)
+    result = runner._sample(jax.numpy.asarray(logits), [(0, 1), (0, 1)], list(rows)).result()
+    assert asked == [wanted]
+    assert result.tokens[0] == logits[0].argmax()
+    assert (result.logprob is not None) == any(row.logprobs >= 0 for row in rows)
 
 
 def test_bias_stops_and_penalties_reach_the_device(runner):

@@ -194,6 +194,26 @@ def test_the_same_token_alone_and_in_any_company():
             assert int(alone[place]) == int(together[i])
 
 
+@pytest.mark.parametrize(
+    ("mode", "row"),
+    [
+        (sampling.GREEDY, {}),
+        (sampling.SAMPLE, {"mode": sampling.SAMPLE, "temperature": 0.8, "top_k": 5, "top_p": 0.7}),
+        (sampling.SAMPLE, {"mode": sampling.SAMPLE, "temperature": 2.0}),
+    ],
+)
+def test_a_program_for_what_a_batch_needs_samples_what_the_general_one_does(mode, row):
+    rows = [{**row, "seed": i, "position": 3 * i} for i in range(BATCH - 1)]
+    ints, floats = inputs_of([*rows, {}])  # greedy company
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (BATCH, VOCAB)), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnames="mode")
+    def draw(logits, ints, floats, mode):
+        return sampling.sample(logits, sampling.SamplingInputs.unpack(ints, floats), lambda: no_bias(BATCH), mode)
+
+    np.testing.assert_array_equal(draw(logits, ints, floats, mode), draw(logits, ints, floats, None))
+
+
 def test_every_bit_of_the_seed_and_the_position_counts():
     flat = np.zeros((1, 1_000_003), np.float32)  # so large that equal draws are no coincidence
 
