@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.models.spec import RopeSpec
+from sparsejax.pallas_kernels import api
 
 
 def _precision(x: jax.Array) -> jax.lax.Precision | None:
@@ -26,7 +27,7 @@ _CPU_PARTS = 4
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """[..., in] times [in, *out] -> [..., *out], in x's dtype."""
     inner = x.shape[-1]
-    if x.size == inner and inner % _CPU_PARTS == 0 and jax.default_backend() == "cpu":
+    if x.size == inner and inner % _CPU_PARTS == 0 and api.platform() == "cpu":
         # XLA's CPU backend multiplies one row by a matrix on one thread; a batch of parts is spread over all.
         parts = x.reshape(_CPU_PARTS, 1, inner // _CPU_PARTS)
         split = weight.reshape(_CPU_PARTS, inner // _CPU_PARTS, math.prod(weight.shape[1:]))

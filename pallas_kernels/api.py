@@ -16,14 +16,15 @@ from typing import Any
 
 import jax
 
+from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
+from sparsejax.pallas_kernels.platforms import platform
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
-from sparsejax.pallas_kernels.triton_support import platform, platform_problem
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -32,13 +33,14 @@ __all__ = [
     "expected",
     "merge",
     "page_scores",
+    "platform",
     "prefill_attention",
 ]
 
 log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
-    "decode_attention": {"triton": _decode_triton, "xla": _decode_xla},
+    "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"xla": _prefill_xla},
     "page_scores": {"triton": _scores_triton, "xla": _scores_xla},
 }
@@ -55,12 +57,17 @@ def chosen() -> dict[str, tuple[str, ...]]:
 
 def expected(implementation: str | None = None) -> dict[str, str]:
     """What each operation will use on this platform if its shapes are supported. Traces nothing."""
-    problem = platform_problem()
     names = {}
     for operation, known in IMPLEMENTATIONS.items():
         name = _wanted(operation, implementation)
-        names[operation] = name or next(n for n in known if n != "triton" or problem is None)
+        names[operation] = name or next(n for n, module in known.items() if _platform_problem(module) is None)
     return names
+
+
+def _platform_problem(module: ModuleType) -> str | None:
+    """Why an implementation can't run on this platform; portable ones don't define `platform_problem`."""
+    platform_problem = getattr(module, "platform_problem", None)
+    return None if platform_problem is None else platform_problem()
 
 
 def _wanted(operation: str, implementation: str | None) -> str | None:
@@ -108,12 +115,12 @@ def _choose(operation: str, implementation: str | None, *arguments: Any) -> Modu
 
 
 def _note(operation: str, name: str, reasons: tuple[str, ...]) -> None:
-    """Logs a choice the first time it is made for these reasons; what costs speed on a GPU is a warning."""
+    """Logs a choice the first time it is made for these reasons; what costs speed on an accelerator is a warning."""
     made = _chosen.setdefault(operation, {})
     if made.get(name) == reasons:
         return
     made[name] = reasons
-    level = logging.WARNING if reasons and platform() == "gpu" else logging.INFO
+    level = logging.WARNING if reasons and platform() in ("gpu", "tpu") else logging.INFO
     log.log(level, "%s: %s%s", operation, name, f" ({'; '.join(reasons)})" if reasons else "")
 
 

@@ -8,11 +8,35 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsejax.pallas_kernels.platforms import platform
+
+LANES = 128
+"""Elements of a line of TPU memory."""
+
 Pools = Mapping[str, jax.Array]
 """Arrays of head-pages, each [num_head_pages, page_size, ...]: one storage's payload, plus "positions"."""
 
 LoadTile = Callable[[Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
 """(payload tiles {name: [..., rows, ...]}, layer) -> keys and values [..., rows, head_dim] in the compute dtype."""
+
+
+def row_width(head_dim: int) -> int:
+    """Elements of a stored row: as many as channels, on TPUs rounded up to whole lanes.
+
+    A TPU pads shorter rows anyway, unless it turns the pool round so that a page is no longer in one place.
+    """
+    return -(-head_dim // LANES) * LANES if platform() == "tpu" else head_dim
+
+
+def widen_rows(rows: jax.Array) -> jax.Array:
+    """[..., head_dim] -> [..., row_width(head_dim)], with zeros."""
+    extra = row_width(rows.shape[-1]) - rows.shape[-1]
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, extra),)) if extra else rows
+
+
+def trim_rows(rows: jax.Array, head_dim: int) -> jax.Array:
+    """The first `head_dim` elements of each stored row."""
+    return rows if rows.shape[-1] == head_dim else jax.lax.slice_in_dim(rows, 0, head_dim, axis=-1)
 
 
 class PageView(NamedTuple):

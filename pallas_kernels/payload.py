@@ -13,20 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.layout import LoadTile, Pools
+from sparsejax.pallas_kernels.layout import LoadTile, Pools, trim_rows
 
 PLAIN, ROW_SCALED = "plain", "row_scaled"
 CODES = jnp.float8_e4m3fn
 
 
-def _plain(tiles, layer, dtype):
-    return tiles["k"], tiles["v"]
+def _plain(tiles, layer, dtype, head_dim):
+    return trim_rows(tiles["k"], head_dim), trim_rows(tiles["v"], head_dim)
 
 
-def _row_scaled(tiles, layer, dtype):
+def _row_scaled(tiles, layer, dtype, head_dim):
     def codes(name):
-        bits = tiles[name].dtype == jnp.uint8
-        return jax.lax.bitcast_convert_type(tiles[name], CODES) if bits else tiles[name]
+        rows = trim_rows(tiles[name], head_dim)
+        return jax.lax.bitcast_convert_type(rows, CODES) if rows.dtype == jnp.uint8 else rows
 
     k = codes("k").astype(jnp.float32) * tiles["k_scale"][..., None]
     v = codes("v").astype(jnp.float32) * tiles["v_scale"][..., None]
@@ -39,9 +39,16 @@ _DECODERS = {
 }
 
 
-def recognise(load_tile: LoadTile, pools: Pools, names: tuple[str, ...], dtype: jax.typing.DTypeLike) -> str | None:
+def recognise(
+    load_tile: LoadTile,
+    pools: Pools,
+    names: tuple[str, ...],
+    dtype: jax.typing.DTypeLike,
+    head_dim: int | None = None,
+) -> str | None:
     """The layout whose decoding equals `load_tile` with results of `dtype`, or None.
 
+    `head_dim` is only needed where stored rows may be longer (`layout.row_width`).
     PLAIN: "k" and "v" are keys and values. ROW_SCALED: codes "k" and "v", `CODES` or their bits as uint8, times
     float32 "k_scale" and "v_scale" per row.
     """
@@ -50,7 +57,8 @@ def recognise(load_tile: LoadTile, pools: Pools, names: tuple[str, ...], dtype: 
     layout, decode = known
     tiles = {name: jax.ShapeDtypeStruct((1, 1, *pools[name].shape[1:]), pools[name].dtype) for name in names}
     layer = jax.ShapeDtypeStruct((), jnp.int32)
-    wanted = _expressions(lambda tiles, layer: decode(tiles, layer, dtype), tiles, layer)
+    head_dim = head_dim or tiles["k"].shape[-1]
+    wanted = _expressions(lambda tiles, layer: decode(tiles, layer, dtype, head_dim), tiles, layer)
     if any(result.dtype != dtype for result in jax.eval_shape(load_tile, tiles, layer)):
         return None
     return layout if _expressions(load_tile, tiles, layer) == wanted else None

@@ -10,15 +10,9 @@ import importlib
 
 import jax
 
+from sparsejax.pallas_kernels.platforms import platform
+
 LEAST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
-
-
-def platform() -> str:
-    """Platform that is being traced for: the default device's, else the default backend's."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block, pad_columns
+from sparsejax.pallas_kernels.platforms import platform
 
 NEG = -1e30
 _ELEMENTWISE_BATCH = 8
@@ -16,7 +17,7 @@ _ELEMENTWISE_BATCH = 8
 
 def block_rows(batch: int) -> int:
     """Rows per block: on a CPU a block of the whole batch should stay in its caches; elsewhere long blocks win."""
-    return max(64, min(256, 1024 // batch)) if jax.default_backend() == "cpu" else 1024
+    return max(64, min(256, 1024 // batch)) if platform() == "cpu" else 1024
 
 
 def _elementwise(batch: int) -> bool:
@@ -24,7 +25,7 @@ def _elementwise(batch: int) -> bool:
 
     A CPU runs many small matrix products, of a few queries each, slower than the loops that XLA makes of these.
     """
-    return jax.default_backend() == "cpu" and batch >= _ELEMENTWISE_BATCH
+    return platform() == "cpu" and batch >= _ELEMENTWISE_BATCH
 
 
 def _weighted_sum(weights: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:

@@ -21,6 +21,8 @@ from sparsejax.arrays import ArraySpec
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import choice_param, knob
+from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.layout import row_width, trim_rows, widen_rows
 from sparsejax.storage import Storage
 
 DTYPE = "float8_e4m3fn"
@@ -106,11 +108,11 @@ def scale_file(
 
 def pool_dtype() -> str:
     """XLA for CPUs scatters and gathers 8-bit floats by converting the whole pool and back: it gets their bits."""
-    return "uint8" if jax.default_backend() == "cpu" else DTYPE
+    return "uint8" if api.platform() == "cpu" else DTYPE
 
 
 def payload(params: Calibrated, geometry: Geometry) -> dict[str, ArraySpec]:
-    rows = ArraySpec((geometry.page_size, geometry.head_dim), pool_dtype(), ("row", "head_dim"))
+    rows = ArraySpec((geometry.page_size, row_width(geometry.head_dim)), pool_dtype(), ("row", "head_dim"))
     specs = {"k": rows, "v": rows}
     if params.mode == "dynamic":
         scale = ArraySpec((geometry.page_size,), "float32", ("row",))
@@ -125,6 +127,7 @@ def quantise(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def pool_rows(codes: jax.Array) -> jax.Array:
     """Codes as the pool holds them."""
+    codes = widen_rows(codes)
     return codes if pool_dtype() == DTYPE else jax.lax.bitcast_convert_type(codes, pool_dtype())
 
 
@@ -177,8 +180,8 @@ def load_tile(
         heads = tiles["k"].shape[1]
         k_scale = static_scale(params, layer, 0, heads)[None, :, None, None]
         v_scale = static_scale(params, layer, 1, heads)[None, :, None, None]
-    k = dequantise(tiles["k"], k_scale)
-    v = dequantise(tiles["v"], v_scale)
+    k = dequantise(trim_rows(tiles["k"], geometry.head_dim), k_scale)
+    v = dequantise(trim_rows(tiles["v"], geometry.head_dim), v_scale)
     return k.astype(geometry.dtype), v.astype(geometry.dtype)
 
 

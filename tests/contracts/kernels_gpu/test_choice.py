@@ -88,7 +88,8 @@ class TestWithoutGpu:
             for _ in range(2):
                 out, _ = api.decode_attention(*case.arguments, **case.how)
         assert relative_error(out, case.wanted()[0]) < 1e-5
-        assert caplog.messages == ["decode_attention: xla (triton: needs an NVIDIA GPU, JAX runs on cpu)"]
+        reasons = "triton: needs an NVIDIA GPU, JAX runs on cpu; mosaic_tpu: needs a TPU, JAX runs on cpu"
+        assert caplog.messages == [f"decode_attention: xla ({reasons})"]
         assert api.chosen() == {"decode_attention": ("xla",)}
 
     @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ class TestWithoutGpu:
     @pytest.mark.parametrize(
         ("wanted", "message"),
         [
-            ("mosaic", "decode_attention has no implementation 'mosaic'; known: triton, xla"),
+            ("mosaic", "decode_attention has no implementation 'mosaic'; known: mosaic_tpu, triton, xla"),
             ("decode_attention=mosaic", "decode_attention has no implementation 'mosaic'"),
             ("attention=xla", "unknown operation 'attention'"),
         ],
