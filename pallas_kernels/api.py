@@ -20,21 +20,26 @@ from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.platforms import platform
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
+from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "attention_lse",
     "chosen",
     "decode_attention",
     "expected",
     "merge",
+    "move_rows",
     "page_scores",
     "platform",
     "prefill_attention",
+    "row_scores",
 ]
 
 log = logging.getLogger("sparsejax.kernels")
@@ -42,6 +47,9 @@ log = logging.getLogger("sparsejax.kernels")
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"xla": _prefill_xla},
+    "attention_lse": {"xla": _rows_xla},
+    "row_scores": {"xla": _rows_xla},
+    "move_rows": {"xla": _move_xla},
     "page_scores": {"triton": _scores_triton, "xla": _scores_xla},
 }
 """Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
@@ -181,6 +189,103 @@ def prefill_attention(
     """
     module = _choose("prefill_attention", implementation)
     return module.prefill_attention(q, pools, names, view, start, load_tile, layer, scale)
+
+
+def attention_lse(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    limit: jax.Array,
+    *,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+    first: int = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Log-sum-exp of each query's logits over rows of its pages: what `row_scores` needs to speak of attention mass.
+
+    Prefill attention returns the same for queries that see all rows before them; this is for other queries (an
+    observation window) and other domains (`first`, a lower `limit`).
+
+    Args:
+      q: [batch, queries, num_q_heads, head_dim].
+      pools, names, view, load_tile, layer, scale, implementation: as in `decode_attention`.
+      limit: int32 [batch, heads or 1, queries]: a query sees the rows below it, at most `view.lengths`; none of them if
+        it is 0, so padding and causality are both data.
+      first: rows below it are not counted.
+
+    Returns:
+      float32 [batch, queries, num_q_heads] (natural log), -1e30 where a query sees nothing.
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
+    """
+    module = _choose("attention_lse", implementation, q, pools, names, view, load_tile)
+    return module.attention_lse(q, pools, names, view, limit, first, load_tile, layer, scale)
+
+
+def row_scores(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    limit: jax.Array,
+    *,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+    lse: jax.Array | None = None,
+    group: str = "max",
+    implementation: str | None = None,
+) -> jax.Array:
+    """What queries think of each resident row: attention mass, or the largest logit.
+
+    One operation for observation windows (arXiv 2404.14469) and for scores that accumulate over all queries
+    (arXiv 2306.14048): a chunk of queries or a single one, causal or not, whatever `lse` is normalised over.
+
+    Args:
+      q: [batch, queries, num_q_heads, head_dim].
+      pools, names, view, load_tile, layer, scale, implementation: as in `decode_attention`.
+      limit: int32 [batch, heads or 1, queries]: a query votes for the rows below it, at most `view.lengths`.
+      lse: float32 [batch, queries, num_q_heads], natural log. Given, a query head's score of a row is the sum of
+        exp(logit - lse), each at most 1, over its queries; else the largest logit.
+      group: how the query heads of a KV head join: "max" or "sum".
+
+    Returns:
+      float32 [batch, num_kv_heads, columns * page_size]. Rows that no query votes for, those past the end included,
+      hold 0 with `lse` and -inf without.
+
+    Raises:
+      ValueError: `group` or the implementation asked for is unknown, or the implementation can't serve this call.
+    """
+    if group not in ("max", "sum"):
+        raise ValueError(f"group must be 'max' or 'sum', got {group!r}")
+    module = _choose("row_scores", implementation, q, pools, names, view, load_tile)
+    return module.row_scores(q, pools, names, view, limit, lse, group, load_tile, layer, scale)
+
+
+def move_rows(
+    pools: Pools, rows: jax.Array, source: PageView, target: PageView, *, implementation: str | None = None
+) -> dict[str, jax.Array]:
+    """Copies rows of some pages to the beginning of others, as they are stored. All other pages stay as they are.
+
+    Args:
+      pools: head-page arrays [num_head_pages, page_size, ...], all of them moved alike; updated in place where donated.
+      rows: int32 [batch, kv_heads or 1, kept]: index among the rows of `source` of what becomes row 0, 1, ... of
+        `target`.
+      source, target: pages; `target` has no page in common with `source`, nor one twice. Lengths are not read.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      the pools.
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
+    """
+    module = _choose("move_rows", implementation, pools)
+    return module.move_rows(pools, rows, source, target)
 
 
 def page_scores(

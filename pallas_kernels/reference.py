@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -86,6 +88,72 @@ def page_scores(q: jax.Array, page_min: jax.Array, page_max: jax.Array, view: Pa
     batch, heads, _, dim = low.shape
     query = q.astype(jnp.float32).reshape(batch, heads, -1, 1, dim)
     return jnp.maximum(query * low[:, :, None], query * high[:, :, None]).sum(-1).max(2)
+
+
+def _logits(q, pools, names, view, limit, load_tile, layer, scale):
+    """Logits [batch, kv_heads, group, queries, rows], and which count [batch, kv_heads or 1, 1, queries, rows]."""
+    k, _ = _rows(view, pools, names, load_tile, layer)
+    batch, queries, q_heads, dim = q.shape
+    heads = k.shape[1]
+    q = q.astype(jnp.float32).reshape(batch, queries, heads, q_heads // heads, dim)
+    precision = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("bqhgd,bhsd->bhgqs", q, k.astype(jnp.float32), precision=precision) * scale
+    return logits, (jnp.arange(k.shape[2])[None, None, None, :] < limit[..., None])[:, :, None]
+
+
+def attention_lse(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    limit: jax.Array,
+    first: int,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Oracle of `api.attention_lse`."""
+    logits, seen = _logits(q, pools, names, view, limit, load_tile, layer, scale)
+    seen &= (jnp.arange(logits.shape[4]) >= first)[None, None, None, None, :]
+    lse = jax.nn.logsumexp(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    lse = jnp.where(seen.any(-1), lse, NEG)
+    return jnp.moveaxis(lse, 3, 1).reshape(q.shape[:3])
+
+
+def row_scores(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    limit: jax.Array,
+    lse: jax.Array | None,
+    group: str,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Oracle of `api.row_scores`."""
+    logits, seen = _logits(q, pools, names, view, limit, load_tile, layer, scale)
+    if lse is None:
+        votes = jnp.where(seen, logits, -jnp.inf).max(3)
+    else:
+        lse = jnp.moveaxis(lse.reshape(*q.shape[:2], *logits.shape[1:3]), 1, 3)
+        votes = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0).sum(3)
+    return votes.max(2) if group == "max" else votes.sum(2)
+
+
+def move_rows(pools: Pools, rows: jax.Array, source: PageView, target: PageView) -> dict[str, jax.Array]:
+    """Oracle of `api.move_rows`: one row at a time. Not to be traced."""
+    page_size = next(iter(pools.values())).shape[1]
+    batch, heads = source.table.shape[0], source.num_heads
+    old, new = (view.head_pages(0, view.table.shape[2]) for view in (source, target))
+    moved = dict(pools)
+    for b, h, i in itertools.product(range(batch), range(heads), range(rows.shape[2])):
+        row = int(rows[b, h % rows.shape[1], i])
+        at = old[b, h, row // page_size], row % page_size
+        to = new[b, h, i // page_size], i % page_size
+        moved = {name: pool.at[to].set(pools[name][at]) for name, pool in moved.items()}
+    return moved
 
 
 def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

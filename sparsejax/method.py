@@ -108,6 +108,7 @@ class EvictContext(NamedTuple):
       next_position: int32 scalar, logical position of the next token.
       pools, names, load_tile: the stored rows; read them with `sparsejax.method.fold_rows`.
       row_aux: this request's and layer's per-row arrays.
+      implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
 
     geometry: Geometry
@@ -122,6 +123,7 @@ class EvictContext(NamedTuple):
     names: tuple[str, ...]
     load_tile: LoadTile
     row_aux: Aux
+    implementation: str | None = None
 
 
 def _no_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:

@@ -22,10 +22,10 @@ from sparsejax.method import (
     Phase,
     Written,
     choice_param,
-    fold_rows,
     integer_param,
     knob,
 )
+from sparsejax.pallas_kernels import api
 
 QUERIES = "snapkv_queries"
 log = logging.getLogger("sparsejax.methods")
@@ -132,54 +132,28 @@ def score_rows(
       float32 [1 or kv_heads, capacity]; rows outside the candidates hold -inf (logits) or 0 (probability).
     """
     geometry = context.geometry
-    heads, group = geometry.num_kv_heads, geometry.group_size
-    query = queries.astype(jnp.float32).reshape(-1, heads, group, geometry.head_dim)
     first, end = params.sink_keep_tokens, context.length - params.recent_keep_tokens
     shared = params.head_mode == "shared"
     logits_mode = params.sparse_prefill_score_mode == "logits"
 
-    def logits_of(keys, positions):  # [kv_heads, group, window, rows] and which of them count
-        logits = jnp.einsum("whgd,hsd->hgws", query, keys.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        seen = (positions[:, None, None, :] <= query_positions[None, None, :, None]) & in_window[None, None, :, None]
-        return logits * geometry.scale, seen
-
-    def in_domain(index, everything):
-        return (index < context.length) if everything else ((index >= first) & (index < end))
-
+    # Rows end with the tokens of the window, so a query sees all but those that came after it.
+    later = context.next_position - 1 - query_positions
+    limit = jnp.where(in_window, context.length - later, 0)[None, None, :]
+    arrays = (queries[None], context.pools, context.names, context.view)
+    how = {"load_tile": context.load_tile, "layer": context.layer, "scale": geometry.scale}
+    how["implementation"] = context.implementation
     if logits_mode:
-        lse = None
+        lse, num_queries = None, 1.0
     else:
         everything = params.softmax_domain == "all"
-
-        def normalise(carry, index, keys, positions):
-            peak, total = carry
-            logits, seen = logits_of(keys, positions)
-            seen = seen & in_domain(index, everything)[None, None, None, :]
-            new_peak = jnp.maximum(peak, jnp.where(seen, logits, -1e30).max(-1))
-            mass = jnp.where(seen, jnp.exp(logits - new_peak[..., None]), 0.0).sum(-1)
-            return new_peak, total * jnp.exp(peak - new_peak) + mass
-
-        shape = (heads, group, query.shape[0])
-        peak, total = fold_rows(context, normalise, (jnp.full(shape, -1e30), jnp.zeros(shape)))
-        lse = peak + jnp.log(jnp.maximum(total, 1e-30))
-
-    num_queries = jnp.maximum(in_window.sum(), 1).astype(jnp.float32)
-    outside = -jnp.inf if logits_mode else 0.0
-    capacity = geometry.max_pages * geometry.page_size + 512  # the last block may reach past the table
-
-    def vote(scores, index, keys, positions):
-        logits, seen = logits_of(keys, positions)
-        if lse is None:
-            votes = jnp.where(seen, logits, -jnp.inf).max(2)  # [kv_heads, group, rows]
-        else:
-            mass = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0)
-            votes = mass.sum(2) / num_queries
-        votes = votes.max((0, 1))[None] if shared else votes.mean(1)
-        votes = jnp.where(in_domain(index, False)[None], votes, outside)
-        return jax.lax.dynamic_update_slice_in_dim(scores, votes, index[0], axis=1)
-
-    scores = jnp.full((1 if shared else heads, capacity), outside, jnp.float32)
-    return fold_rows(context, vote, scores)
+        domain = limit if everything else jnp.minimum(limit, end)
+        lse = api.attention_lse(*arrays, domain, first=0 if everything else first, **how)
+        num_queries = jnp.maximum(in_window.sum(), 1).astype(jnp.float32)
+    group = "max" if shared else "sum"
+    scores = api.row_scores(*arrays, jnp.minimum(limit, end), lse=lse, group=group, **how)[0] / num_queries
+    scores = scores.max(0, keepdims=True) if shared else scores / geometry.group_size
+    index = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
+    return jnp.where((index >= first) & (index < end), scores, -jnp.inf if logits_mode else 0.0)
 
 
 def pool_scores(scores: jax.Array, kernel: int, pool_type: str) -> jax.Array:
