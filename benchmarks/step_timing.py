@@ -135,9 +135,10 @@ class Filled:
       context: tokens of each row's text.
       page_size: tokens.
       implementation: of the kernels, None to choose.
+      num_sequence_pages: of the pool, the null page included; as many as the rows need if not given.
 
     Attributes:
-      resident: rows that each method leaves of such a text; the pool holds the most of them and a page for new ones.
+      resident: rows that each method leaves of such a text; a row needs pages for them and one more for new rows.
       compile_s: seconds spent on compiling programs of the runner, so far.
     """
 
@@ -150,6 +151,7 @@ class Filled:
         context: int,
         page_size: int,
         implementation: str | None,
+        num_sequence_pages: int | None = None,
     ) -> None:
         from sparsejax import registry
         from sparsejax.runner import DeviceRunner
@@ -159,7 +161,7 @@ class Filled:
         self.methods = {name: method for name, (method, _) in resolved.items()}
         self.spec, self.context = spec, context
         self.resident = {name: resident_tokens(method, context) for name, method in self.methods.items()}
-        self.geometry = spec.geometry(page_size, (-(-context // page_size) + 1) * page_size)
+        self.geometry = spec.geometry(page_size, window(context, page_size))
         self.compile_s = 0.0
         pages = self.geometry.pages(max(self.resident.values())) + 1
         self.runner = DeviceRunner(
@@ -169,7 +171,7 @@ class Filled:
             self.methods,
             self.storage,
             num_rows=batch,
-            num_sequence_pages=1 + batch * pages,
+            num_sequence_pages=num_sequence_pages or 1 + batch * pages,
             decode_buckets=(batch,),
             prefill_buckets=((1, 16),),
             implementation=implementation,
@@ -197,6 +199,11 @@ class Filled:
         resident = self.resident[method]
         read = self.methods[method].rows_read(resident, self.geometry)
         return {"resident_tokens": resident, "read_tokens": read}
+
+
+def window(context: int, page_size: int) -> int:
+    """Tokens of the longest row: the context in whole pages, and a page of new tokens."""
+    return (-(-context // page_size) + 1) * page_size
 
 
 def resident_tokens(method: Any, context: int) -> int:

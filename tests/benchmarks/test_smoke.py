@@ -68,7 +68,7 @@ def test_decode_parts(tiny, tmp_path):
 @pytest.mark.slow
 def test_decode_step(tmp_path):
     plot = tmp_path / "steps.svg"
-    only = ("dense B=64 L=16", "quest 16 B=3 L=1K", "dense B=3 L=1K")
+    only = ("quest 16 B=3 L=1K", "dense B=3 L=1K")
     found = run("decode_step", tmp_path, "--model", "tiny", "--rounds", 1, "--kernels", "--plot", plot, "--only", *only)
     assert set(found["cases"]) == set(only)
     quest = found["cases"]["quest 16 B=3 L=1K"]
@@ -76,6 +76,23 @@ def test_decode_step(tmp_path):
     assert quest["floor_bytes"]["summary_bytes"] > 0
     assert quest["read_tokens"] < quest["resident_tokens"] == 1024
     assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_capacity(tmp_path):
+    only = ("dense L=1K", "snapkv 64 L=1K")
+    size = ("--model", "tiny", "--memory-gib", 0.02, "--rounds", 1, "--prove")
+    found = run("capacity", tmp_path, *size, "--plot", tmp_path / "batches.svg", "--only", *only)
+    assert set(found["cases"]) == set(only)
+    dense, snapkv = (found["cases"][name] for name in only)
+    assert 1 <= dense["batch"] < snapkv["batch"]
+    assert snapkv["over_dense"]["batch"] == pytest.approx(snapkv["batch"] / dense["batch"], rel=1e-3)
+    for case in (dense, snapkv):
+        assert case["tokens_per_s"] > 0
+        assert case["memory"]["pages_needed"] <= case["memory"]["pages"]
+        assert case["one_more"]["pages_needed"] > case["one_more"]["pages"]
+        assert case["one_more_allocates"] is True  # a budget below what the machine has
+    assert (snapkv["resident_tokens"], dense["resident_tokens"]) == (64, 1024)
 
 
 @pytest.mark.slow

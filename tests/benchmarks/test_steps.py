@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import xml.etree.ElementTree as ET
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bars, decode_step, filled_state, kernels, step_timing
+from benchmarks import bars, capacity, decode_step, filled_state, kernels, step_timing
 from sparsejax import registry
 from sparsejax.models.load import dummy
 
@@ -222,3 +223,65 @@ def test_bars_are_proportional():
     assert widths == [210.0, 105.0, 420.0, 210.0]
     with pytest.raises(ValueError, match="one value per label"):
         bars.svg("", ["one"], {"step": []}, "ms")
+
+
+def test_pages_of_a_batch():
+    spec = dummy.dummy_spec("qwen3-8b", "bfloat16")
+    model, context = step_timing.MODELS["qwen3-8b"], 131072
+    geometry = spec.geometry(model.page_size, step_timing.window(context, model.page_size))
+    dense, snapkv = (registry.resolve(step_timing.composition(name, 8192, model))[0] for name in ("dense", "snapkv"))
+    # The null page, and for each row its context and a page of new tokens.
+    assert capacity.pages_needed(dense, geometry, 5, context) == 1 + 5 * 2049
+    # At rest 128 pages and one of new tokens; the last row holds its prompt, and what it is compacted into.
+    assert capacity.pages_needed(snapkv, geometry, 1, context) == 1 + 2048 + 128
+    assert capacity.pages_needed(snapkv, geometry, 65, context) == 1 + 64 * 129 + 2048 + 128
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 73, 128])
+def test_largest(limit):
+    asked = []
+    assert capacity.largest(lambda n: (asked.append(n), n <= limit)[1]) == limit
+    assert len(asked) <= 16
+
+
+def test_memory_is_shared_between_rows_and_pages():
+    spec = dummy.dummy_spec("qwen3-8b", "bfloat16")
+    model = step_timing.MODELS["qwen3-8b"]
+    arguments = argparse.Namespace(memory_fraction=None)
+    usable = 120 * capacity.GIB
+    dense, kept, *_ = capacity.cases(model, [131072])
+    assert (str(dense), str(kept)) == ("dense L=128K", "snapkv 8K L=128K")
+
+    def memory(case, batch):
+        return capacity.memory(case, spec, model.page_size, batch, arguments, usable)
+
+    for case, batch in ((dense, 4), (kept, 4), (kept, 64)):
+        found = memory(case, batch)
+        fixed = found.weight_bytes + found.workspace_bytes + found.row_bytes
+        assert fixed + found.pages * found.page_bytes <= usable < fixed + (found.pages + 1) * found.page_bytes
+        assert found.weight_bytes == 2 * 8_190_735_360
+        assert found.page_bytes == 36 * 8 * 64 * (2 * 128 * 2 + 4)
+    # A row's observation window, token counts, tables, and its part of the logits.
+    window = 36 * 32 * 32 * 128 * 2
+    more = memory(kept, 64)
+    less = memory(kept, 63)
+    assert more.row_bytes - less.row_bytes == pytest.approx(window + 4 * (151936 + 2049), rel=1e-3)
+    assert more.workspace_bytes > less.workspace_bytes
+    assert more.pages < less.pages
+
+
+def test_methods_are_compared_with_dense_of_their_context():
+    found = {
+        "dense L=128K": {"batch": 5, "tokens_per_s": 200.0},
+        "snapkv 8K L=128K": {"batch": 70, "tokens_per_s": 3000.0},
+        "snapkv 8K L=32K": {"batch": 70, "tokens_per_s": 3000.0},
+    }
+    capacity.compare(found, "dense")
+    assert found["snapkv 8K L=128K"]["over_dense"] == {"batch": 14.0, "tokens_per_s": 15.0}
+    assert "over_dense" not in found["snapkv 8K L=32K"]
+    assert "over_dense" not in found["dense L=128K"]
+
+
+def test_kept_budgets_above_the_context_are_left_out():
+    names = [str(case) for case in capacity.cases(step_timing.MODELS["qwen3-8b"], [8192])]
+    assert names == ["dense L=8K", "snapkv 4K L=8K", "snapkv 2K L=8K", "quest 2K L=8K"]
