@@ -27,6 +27,8 @@ from sparsejax.pallas_kernels.platforms import platform
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
+from sparsejax.pallas_kernels.select_pages import triton_gpu as _select_triton
+from sparsejax.pallas_kernels.select_pages import xla as _select_xla
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -40,6 +42,7 @@ __all__ = [
     "platform",
     "prefill_attention",
     "row_scores",
+    "select_pages",
 ]
 
 log = logging.getLogger("sparsejax.kernels")
@@ -51,6 +54,7 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "row_scores": {"xla": _rows_xla},
     "move_rows": {"xla": _move_xla},
     "page_scores": {"triton": _scores_triton, "xla": _scores_xla},
+    "select_pages": {"triton": _select_triton, "xla": _select_xla},
 }
 """Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
 
@@ -309,3 +313,47 @@ def page_scores(
     """
     module = _choose("page_scores", implementation, q, page_min, page_max, view)
     return module.page_scores(q, page_min, page_max, view, page_size)
+
+
+def select_pages(
+    scores: jax.Array,
+    view: PageView,
+    *,
+    num_scored: int,
+    width: int,
+    budget: int,
+    page_size: int,
+    shared: bool = False,
+    implementation: str | None = None,
+) -> PageView:
+    """The pages with the best scores and the last page of every row and head, or all pages of a short row.
+
+    Chosen are the best `num_scored` of the pages before the last, ties to the lower page, NaN as -inf, -0.0 as +0.0.
+    A row of at most `budget` rows or `num_scored` + 1 pages is taken whole. Pages of one row select single rows.
+
+    Args:
+      scores: float32 [batch, kv_heads, columns]; columns that are not before a row's last page hold anything.
+      view: the pages that were scored, with as many columns.
+      num_scored: pages chosen by score, at most `columns`.
+      width: columns of the result, at least `num_scored` + 1 and enough for `budget` rows (or all columns).
+      budget: rows up to which a row is taken whole.
+      page_size: rows of a page.
+      shared: one choice for all heads of a row, by the best score over the heads.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      A view of head-pages int32 [batch, kv_heads, width], ascending in the row, null pages (0) past the end, with
+      lengths int32 [batch, kv_heads].
+
+    Raises:
+      ValueError: sizes that don't fit each other, or as in `decode_attention`.
+    """
+    batch, _, columns = view.table.shape
+    if scores.shape != (batch, view.num_heads, columns):
+        raise ValueError(f"scores have shape {scores.shape}, the view's pages {(batch, view.num_heads, columns)}")
+    if not 1 <= num_scored <= columns:
+        raise ValueError(f"num_scored is {num_scored}, not in [1, {columns}], the columns of the view")
+    if width < max(num_scored + 1, min(-(-budget // page_size), columns)):
+        raise ValueError(f"width {width} has no room for {num_scored} pages and the last, or for {budget} rows")
+    module = _choose("select_pages", implementation, scores, view)
+    return module.select_pages(scores, view, num_scored, width, budget, page_size, shared)

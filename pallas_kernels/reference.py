@@ -7,7 +7,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block
+from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, explicit_view, load_block
 
 NEG = -1e30
 
@@ -154,6 +154,30 @@ def move_rows(pools: Pools, rows: jax.Array, source: PageView, target: PageView)
         to = new[b, h, i // page_size], i % page_size
         moved = {name: pool.at[to].set(pools[name][at]) for name, pool in moved.items()}
     return moved
+
+
+def select_pages(
+    scores: jax.Array, view: PageView, num_scored: int, width: int, budget: int, page_size: int, shared: bool
+) -> PageView:
+    """Oracle of `api.select_pages`: every page's rank by comparing it with all others."""
+    lengths = jnp.broadcast_to(view.lengths, scores.shape[:2])[:, :, None]
+    num_pages = (lengths + page_size - 1) // page_size
+    column = jnp.arange(scores.shape[2])[None, None, :]
+    scores = jnp.where((column < num_pages) & ~jnp.isnan(scores), scores, -jnp.inf)
+    if shared:
+        scores = jnp.broadcast_to(scores.max(1, keepdims=True), scores.shape)
+    mine, other = scores[..., :, None], scores[..., None, :]
+    better = (other > mine) | (other == mine) & (column[..., None, :] < column[..., :, None])
+    rank = (better & (column < num_pages - 1)[..., None, :]).sum(-1)
+    chosen = (column < num_pages - 1) & (rank < num_scored) | (column == num_pages - 1)
+    whole = (lengths <= budget) | (num_pages <= num_scored + 1)
+    chosen = jnp.where(whole, column < num_pages, chosen)
+    first = jnp.argsort(~chosen, axis=-1, stable=True)  # chosen columns, then the others
+    first = jnp.pad(first, ((0, 0), (0, 0), (0, max(0, width - first.shape[2]))))[..., :width]
+    slot = jnp.arange(width)[None, None, :]
+    pages = jnp.where(slot < chosen.sum(-1, keepdims=True), view.pages_at(first), 0)
+    read = jnp.where(whole, lengths, num_scored * page_size + lengths - (num_pages - 1) * page_size)
+    return explicit_view(pages.astype(jnp.int32), read[:, :, 0])
 
 
 def merge(parts: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

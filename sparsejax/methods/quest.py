@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import Aux, AuxSpec, Method, SelectContext, Selection, Written, choice_param, integer_param, knob
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.layout import explicit_view
 
 MIN, MAX = "quest_min", "quest_max"
 
@@ -83,7 +81,6 @@ def select(params: Params, context: SelectContext) -> Selection:
     width = params.view_pages(geometry)
     if context.role == "dense" or width >= geometry.max_pages:
         return Selection(view)
-    num_scored = params.scored_pages(geometry)
     page_size = geometry.page_size
     scores = api.page_scores(
         context.query,
@@ -93,47 +90,17 @@ def select(params: Params, context: SelectContext) -> Selection:
         page_size=page_size,
         implementation=context.implementation,
     )
-    columns, lengths = select_columns(
-        scores, view.lengths, num_scored, width, params.budget, page_size, params.quest_select_scope == "shared"
+    chosen = api.select_pages(
+        scores,
+        view,
+        num_scored=params.scored_pages(geometry),
+        width=width,
+        budget=params.budget,
+        page_size=page_size,
+        shared=params.quest_select_scope == "shared",
+        implementation=context.implementation,
     )
-    return Selection(explicit_view(view.pages_at(columns), lengths))
-
-
-def select_columns(
-    scores: jax.Array, lengths: jax.Array, num_scored: int, width: int, budget: int, page_size: int, shared: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Which logical pages to read.
-
-    Args:
-      scores: float32 [batch, heads, columns].
-      lengths: int32 [batch, heads or 1], at least 1.
-      num_scored: K.
-      width: columns of the result, at least K + 1.
-      budget: rows up to which a row is read whole.
-      page_size: tokens.
-      shared: one set for all heads.
-
-    Returns:
-      int32 [batch, heads, width] ascending logical pages (0 past the end), int32 [batch, heads] rows to read of them.
-    """
-    heads = scores.shape[1]
-    if shared:
-        scores = jnp.broadcast_to(scores.max(1, keepdims=True), scores.shape)
-    lengths = jnp.broadcast_to(lengths, (lengths.shape[0], heads))
-    num_pages = (lengths + page_size - 1) // page_size
-    last = num_pages - 1
-    column = jnp.arange(scores.shape[2], dtype=jnp.int32)
-    # + 0.0: top_k ranks +0.0 above -0.0, which would break the tie rule (lower page first)
-    candidates = jnp.where(column[None, None, :] < last[:, :, None], scores + 0.0, -jnp.inf)
-    _, best = jax.lax.top_k(candidates, num_scored)
-    chosen = jnp.concatenate([jnp.sort(best.astype(jnp.int32), axis=-1), last[:, :, None]], axis=-1)
-    chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, width - num_scored - 1)))
-    whole = (lengths <= budget) | (num_pages <= num_scored + 1)
-    everything = jnp.arange(width, dtype=jnp.int32)[None, None, :]
-    everything = jnp.where(everything < num_pages[:, :, None], everything, 0)
-    columns = jnp.where(whole[:, :, None], everything, chosen)
-    read = jnp.where(whole, lengths, num_scored * page_size + lengths - last * page_size)
-    return columns, read
+    return Selection(chosen)
 
 
 def read_count(params: Params, length: int, geometry: Geometry) -> float:

@@ -14,7 +14,7 @@ from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import Written
 from sparsejax.methods import quest, snapkv
 from sparsejax.pallas_kernels import api, reference
-from sparsejax.pallas_kernels.layout import explicit_view
+from sparsejax.pallas_kernels.layout import PageView, explicit_view
 from sparsejax.storages import fp8_kv
 from tests.core.harness import Session
 from tests.core.paging import evict_context, paged
@@ -218,6 +218,15 @@ def quest_pages(request):
     return rows, page_aux
 
 
+def chosen_columns(scores, lengths, **sizes):
+    """Columns instead of pages: `api.select_pages` over pages that are numbered by their columns."""
+    batch, heads, columns = scores.shape
+    table = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), (batch, 1, columns))
+    view = PageView(table, 1, jnp.zeros(heads, jnp.int32), lengths)
+    chosen = api.select_pages(scores, view, page_size=4, **sizes)
+    return chosen.table, chosen.lengths
+
+
 def test_quest_bounds(quest_pages):
     rows, page_aux = quest_pages
     for r, expected in enumerate(QUEST["expected"]["rows"]):
@@ -238,14 +247,13 @@ def test_quest_selection(quest_pages, scope):
     per_head = explicit_view(jnp.repeat(rows.head_pages, geometry.group_size, axis=1), rows.view.lengths)
     each = api.page_scores(query, low, high, per_head, page_size=4)
     scores = api.page_scores(query, low, high, rows.view, page_size=4)
-    chosen, read = quest.select_columns(
+    chosen, read = chosen_columns(
         scores,
         rows.view.lengths,
-        params.scored_pages(geometry),
-        params.view_pages(geometry),
-        params.budget,
-        4,
-        scope == "shared",
+        num_scored=params.scored_pages(geometry),
+        width=params.view_pages(geometry),
+        budget=params.budget,
+        shared=scope == "shared",
     )
     assert params.scored_pages(geometry) + 1 == QUEST["inputs"]["page_budget_including_last"]
     context = quest.SelectContext(geometry, "selector", rows.layer, query, rows.view, page_aux, None, None)
@@ -284,9 +292,8 @@ def test_quest_ties(case):
     padded = np.full((1, 1, 8), np.nan, np.float32)
     padded[0, 0, : len(finite)] = scores[finite]
     count = case["k"]
-    chosen, read = quest.select_columns(
-        jnp.asarray(padded), jnp.full((1, 1), columns * 4, jnp.int32), count, count + 1, 1, 4, False
-    )
+    lengths = jnp.full((1, 1), columns * 4, jnp.int32)
+    chosen, read = chosen_columns(jnp.asarray(padded), lengths, num_scored=count, width=count + 1, budget=1)
     wanted = [int(np.searchsorted(finite, i)) for i in case["selected"]] + [columns - 1]
     assert chosen[0, 0, : len(wanted)].tolist() == wanted
     assert int(read[0, 0]) == 4 * len(wanted)
