@@ -24,6 +24,7 @@ from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.platforms import platform
+from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu as _prefill_mosaic_gpu
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
@@ -49,7 +50,7 @@ log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
-    "prefill_attention": {"xla": _prefill_xla},
+    "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "xla": _prefill_xla},
     "attention_lse": {"xla": _rows_xla},
     "row_scores": {"xla": _rows_xla},
     "move_rows": {"xla": _move_xla},
@@ -191,7 +192,7 @@ def prefill_attention(
     Returns:
       out [batch, chunk, num_q_heads, head_dim] in q's dtype, lse float32 [batch, chunk, num_q_heads].
     """
-    module = _choose("prefill_attention", implementation)
+    module = _choose("prefill_attention", implementation, q, pools, names, view, load_tile)
     return module.prefill_attention(q, pools, names, view, start, load_tile, layer, scale)
 
 

@@ -37,15 +37,18 @@ def num_multiprocessors() -> int:
     return int(jax.devices("gpu")[0].core_count)
 
 
-def platform_problem() -> str | None:
-    """Why no Triton kernel can run on what is being traced for, or None."""
+def nvidia_problem() -> str | None:
+    """Why what is being traced for is no NVIDIA GPU, or None."""
     found = platform()
     if found not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU, JAX runs on {found}"
     kind = getattr(jax.devices("gpu")[0].client, "platform_version", "")
-    if "rocm" in kind.lower():
-        return "needs an NVIDIA GPU, this one is from AMD"
-    if (problem := import_problem()) is not None:
+    return "needs an NVIDIA GPU, this one is from AMD" if "rocm" in kind.lower() else None
+
+
+def platform_problem() -> str | None:
+    """Why no Triton kernel can run on what is being traced for, or None."""
+    if (problem := nvidia_problem() or import_problem()) is not None:
         return problem
     if capability() < LEAST_CAPABILITY:
         return "needs compute capability {}.{}, this GPU has {}.{}".format(*LEAST_CAPABILITY, *capability())
