@@ -147,6 +147,10 @@ def decode(case: Case, spec: Any, weights: Any, arguments: Any, bandwidths: dict
     return found | filled.facts(case.method) | {"compile_s": filled.compile_s}
 
 
+def out_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def allocates(case: Case, spec: Any, page_size: int, batch: int, need: Memory) -> bool:
     """Whether the device has room for the state and the workspace of a batch, beside the weights that it holds."""
     import jax
@@ -162,7 +166,7 @@ def allocates(case: Case, spec: Any, page_size: int, batch: int, need: Memory) -
         state = empty_state(geometry, size, (method,), storage)
         jax.block_until_ready((state, jnp.zeros(need.workspace_bytes, jnp.uint8)))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         return False
     return True
@@ -170,6 +174,8 @@ def allocates(case: Case, spec: Any, page_size: int, batch: int, need: Memory) -
 
 def measure(case: Case, spec: Any, weights: Any, arguments: Any, bandwidths: dict, usable: int) -> dict[str, Any]:
     """The largest batch of one case, why it is the largest, and its speed."""
+    import jax
+
     page_size = MODELS[arguments.model].page_size
 
     def need(batch: int) -> Memory:
@@ -182,8 +188,14 @@ def measure(case: Case, spec: Any, weights: Any, arguments: Any, bandwidths: dic
     entry: dict[str, Any] = {"batch": batch, "one_more": dataclasses.asdict(more)}
     if batch:
         entry["memory"] = dataclasses.asdict(need(batch))
-        entry |= decode(case, spec, weights, arguments, bandwidths, batch, need(batch).pages)
-        print(step_timing.line(f"{case} B={batch}", entry), flush=True)
+        try:
+            entry |= decode(case, spec, weights, arguments, bandwidths, batch, need(batch).pages)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            print(f"{case} B={batch}: out of memory, although it should fit", flush=True)
+        else:
+            print(step_timing.line(f"{case} B={batch}", entry), flush=True)
         gc.collect()
     if arguments.prove:
         entry["one_more_allocates"] = allocates(case, spec, page_size, batch + 1, more)
@@ -197,8 +209,8 @@ HEADER = ("case", "batch", "x dense", "step ms", "spread", "tokens/s", "x dense"
 
 def cells(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     more = f"{entry['one_more']['pages_needed']:,} of {entry['one_more']['pages']:,}"
-    if not entry["batch"]:
-        return name, "0", *["-"] * 7, more
+    if "step_s" not in entry:
+        return name, f"{entry['batch']:,}", *["-"] * 7, more
     against = entry.get("over_dense", {})
     return (
         name,
@@ -208,7 +220,7 @@ def cells(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
         f"{entry['step_s']['spread']:.1%}",
         f"{entry['tokens_per_s']:,.1f}",
         f"{against['tokens_per_s']:.2f}" if against else "-",
-        f"{entry['step_over_floor']['copy']:.3f}",
+        f"{entry['step_over_floor']['measured']:.3f}",
         f"{entry['memory']['pages']:,}",
         more,
     )
@@ -218,7 +230,7 @@ def compare(found: dict[str, dict[str, Any]], base: str) -> None:
     """Adds "over_dense" to cases whose dense one is known."""
     for name, entry in found.items():
         dense = found.get(f"{base}{name[name.index(' L=') :]}")
-        if dense and dense is not entry and dense["batch"] and entry["batch"]:
+        if dense and dense is not entry and "tokens_per_s" in dense and "tokens_per_s" in entry:
             entry["over_dense"] = {key: entry[key] / dense[key] for key in ("batch", "tokens_per_s")}
 
 
@@ -252,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     run.finish(
         {"bytes_per_s": bandwidths, "usable_bytes": usable, "cases": found}, **step_timing.facts(spec, arguments)
     )
-    return 0
+    return 0 if all("tokens_per_s" in entry for entry in found.values()) else 1
 
 
 if __name__ == "__main__":

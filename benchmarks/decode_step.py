@@ -8,7 +8,7 @@ each method. Steps are submitted as the engine's scheduler does: step n+1 before
 Cases of one context share a pool and take turns, in the program of their largest batch (smaller ones are padded, as in
 the engine). The floor is the time to read, once, all weights that a step needs (the head but not the embedding table),
 the KV rows that the method reads, and the page summaries of layers that select; at the bandwidth of a device copy
-measured in the same run, and at the card's nominal one.
+measured in the same run (on a CPU: of sums), and at the nominal one of the card.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def default_cases(model: Model) -> list[Case]:
     return [Case(*method, batch, context // model.shrink) for method, batch, context in cases]
 
 
-def groups(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases that share a runner: those of one context whose batches are close enough for one bucket."""
+def groups(cases: Sequence[Case], exact: bool = False) -> list[list[Case]]:
+    """Cases that share a runner: of one context, with batches close enough for one bucket, or (`exact`) the same."""
     found: list[list[Case]] = []
     for case in sorted(cases, key=lambda case: (case.context, case.batch)):
         last = found[-1] if found else None
-        if last and last[0].context == case.context and case.batch <= 2 * last[0].batch:
+        most = last[0].batch * (1 if exact else 2) if last else 0
+        if last and last[0].context == case.context and case.batch <= most:
             last.append(case)
         else:
             found.append([case])
@@ -129,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     step_timing.add_options(parser)
     parser.add_argument("--profile", type=pathlib.Path, metavar="DIR", help=f"keep a trace of {PROFILED_STEPS} steps")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step and the gaps between them")
+    parser.add_argument("--exact-batch", action="store_true", help="a program for every batch: nothing is padded")
     arguments = parser.parse_args(argv)
     step_timing.prepare(arguments)
     model = MODELS[arguments.model]
@@ -138,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     bandwidths = step_timing.device_bandwidths(arguments.nominal)
     spec, weights = step_timing.load(arguments)
     found: dict[str, Any] = {}
-    for group in groups(cases):
+    for group in groups(cases, arguments.exact_batch):
         found |= measure(group, spec, weights, arguments, bandwidths)
         gc.collect()  # the next pool needs the memory
     print(common.table(step_timing.HEADER, [step_timing.cells(name, entry) for name, entry in found.items()]))
@@ -146,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plot:
         series = {
             "step": [entry["step_s"]["median"] * 1e3 for entry in found.values()],
-            "floor": [entry["floor_s"]["copy"] * 1e3 for entry in found.values()],
+            "floor": [entry["floor_s"]["measured"] * 1e3 for entry in found.values()],
         }
         bars.write(arguments.plot, f"Decode step, {model.config}, {spec.dtype}", list(found), series, "ms")
     run.finish({"bytes_per_s": bandwidths, "cases": found}, **step_timing.facts(spec, arguments))

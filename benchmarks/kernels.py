@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels TRACE --steps 5
 
-TRACE is an .xplane.pb file or a folder that holds one. Only GPU planes have kernels; numbers at the end of a kernel's
-name, which count its copies in an unrolled program, are dropped. Kernels inside command buffers are listed one by one.
+TRACE is an .xplane.pb file or a folder that holds one. Only GPU planes have kernels. Kernels are told apart by their
+name without the numbers at its end, which count copies in an unrolled program, and by their grid, which differs between
+the products of a layer. Kernels inside command buffers are listed one by one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ GAP_LIMITS_US = (1.0, 2.0, 5.0, 20.0, 100.0)
 
 
 class Kernel(NamedTuple):
-    """One execution on the device: a kernel, copy or memset. `operation` is XLA's name of it, if the trace has it."""
+    """One execution on the device: a kernel, copy or memset. XLA's name of it and the grid are "" if unknown."""
 
     name: str
     start_ns: float
     end_ns: float
     operation: str = ""
+    grid: str = ""
+
+    @property
+    def family(self) -> str:
+        return family(self.name)
+
+    @property
+    def kind(self) -> str:
+        """The family with the grid."""
+        return f"{self.family} [{self.grid}]" if self.grid else self.family
 
 
 def load(path: pathlib.Path) -> Any:
@@ -65,8 +76,11 @@ def device_kernels(profile: Any) -> tuple[list[Kernel], list[str]]:
     found = []
     for line in streams:
         for event in line.events:
-            operation = next((str(value) for key, value in event.stats if key == "hlo_op"), "")
-            found.append(Kernel(event.name, event.start_ns, event.start_ns + event.duration_ns, operation))
+            stats = {key: str(value) for key, value in event.stats if key in ("hlo_op", "kernel_details")}
+            grid = re.search(r"grid:([\d,]+)", stats.get("kernel_details", ""))
+            end_ns = event.start_ns + event.duration_ns
+            known = stats.get("hlo_op", ""), grid[1] if grid else ""
+            found.append(Kernel(event.name, event.start_ns, end_ns, *known))
     return sorted(found, key=lambda kernel: kernel.start_ns), names
 
 
@@ -85,7 +99,7 @@ def without_first_step(kernels: list[Kernel], steps: int) -> tuple[list[Kernel],
 
 
 class Group(NamedTuple):
-    """All executions of one family, per step."""
+    """All executions of one kind, per step."""
 
     name: str
     operations: tuple[str, ...]
@@ -129,10 +143,9 @@ def analyse(kernels: Sequence[Kernel], steps: int) -> Report:
     times: dict[str, list[float]] = collections.defaultdict(list)
     operations: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for kernel in kernels:
-        name = family(kernel.name)
-        times[name].append(kernel.end_ns - kernel.start_ns)
-        if kernel.operation and family(kernel.operation) != name:
-            operations[name][family(kernel.operation)] += 1
+        times[kernel.kind].append(kernel.end_ns - kernel.start_ns)
+        if kernel.operation and family(kernel.operation) != kernel.family:
+            operations[kernel.kind][family(kernel.operation)] += 1
     groups = [
         Group(name, tuple(op for op, _ in operations[name].most_common(3)), sum(t) / 1e9 / steps, len(t) / steps)
         for name, t in times.items()
@@ -141,7 +154,7 @@ def analyse(kernels: Sequence[Kernel], steps: int) -> Report:
     last, end_ns, busy_ns = kernels[0], kernels[0].start_ns, 0.0
     for kernel in kernels:
         if kernel.start_ns > end_ns:
-            idle[family(last.name), family(kernel.name)].append(kernel.start_ns - end_ns)
+            idle[last.family, kernel.family].append(kernel.start_ns - end_ns)
         busy_ns += max(0.0, kernel.end_ns - max(end_ns, kernel.start_ns))
         if kernel.end_ns >= end_ns:
             last, end_ns = kernel, kernel.end_ns

@@ -23,7 +23,8 @@ planes { name: "/device:GPU:1" lines { name: "Stream #9" events { metadata_id: 1
 planes {
   name: "/device:GPU:0"
   lines { name: "Stream #7(Compute)" timestamp_ns: 1000
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 stats { metadata_id: 1 str_value: "custom-call.3.0" } }
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 stats { metadata_id: 1 str_value: "custom-call.3.0" }
+      stats { metadata_id: 2 str_value: "regs:32 dynamic_shared:0 grid:96,1,1 block:128,1,1 occ_pct:100" } }
     events { metadata_id: 2 offset_ps: 10000000 duration_ps: 10000000 }
     events { metadata_id: 3 offset_ps: 23000000 duration_ps: 7000000 }
   }
@@ -36,6 +37,7 @@ planes {
   event_metadata { key: 3 value { id: 3 name: "loop_add_fusion_12" } }
   event_metadata { key: 4 value { id: 4 name: "MemcpyD2H" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "kernel_details" } }
 }
 """
 
@@ -62,7 +64,7 @@ def test_kernels_add_up_to_a_step(trace):
     report = kernels.analyse(kernels.device_kernels(kernels.load(trace))[0], 1)
     first, second, third = report.groups
     assert (first.name, first.count, first.seconds) == ("loop_add_fusion", 2, pytest.approx(17e-6))
-    assert (second.name, second.operations, second.count) == ("gemm", ("custom-call",), 1)
+    assert (second.name, second.operations, second.count) == ("gemm [96,1,1]", ("custom-call",), 1)
     assert (third.name, third.seconds) == ("MemcpyD2H", pytest.approx(2e-6))
     # The copy runs beside a kernel: 29 us of work in 27 us, of which 3 us are a gap.
     assert report.sum_s == pytest.approx(29e-6)
@@ -149,10 +151,10 @@ def test_budgets_are_what_they_say(method, budget):
 def test_rounds_against_the_floor():
     limit = step_timing.Floor(600, 300, 100)
     timed = [step_timing.Timed(2.0, 0.5), step_timing.Timed(4.0, 0.5), step_timing.Timed(3.0, 0.25)]
-    found = step_timing.judge(6, timed, limit, {"copy": 500.0, "nominal": 1000.0})
+    found = step_timing.judge(6, timed, limit, {"measured": 500.0, "nominal": 1000.0})
     assert found["tokens_per_s"] == 2.0
-    assert found["floor_s"] == {"copy": 2.0, "nominal": 1.0}
-    assert found["step_over_floor"] == {"copy": 1.5, "nominal": 3.0}
+    assert found["floor_s"] == {"measured": 2.0, "nominal": 1.0}
+    assert found["step_over_floor"] == {"measured": 1.5, "nominal": 3.0}
     assert found["host_s"]["median"] == 0.5
 
 
@@ -161,6 +163,8 @@ def test_cases_of_one_context_share_a_runner():
     found = [{str(case) for case in group} for group in decode_step.groups(cases)]
     long = {f"{method} B={batch} L=128K" for method in ("dense", "quest 2K") for batch in (3, 5)}
     assert found == [{"dense B=1 L=2K"}, {"dense B=64 L=2K"}, {"dense B=4 L=32K"}, long | {"snapkv 8K B=5 L=128K"}]
+    exact = decode_step.groups(cases, exact=True)
+    assert [(group[0].batch, len(group)) for group in exact] == [(1, 1), (64, 1), (4, 1), (3, 2), (5, 3)]
 
 
 @pytest.fixture(scope="module")
