@@ -5,9 +5,9 @@
 
 Each measurement is one program that calls the operation for several layers in turn, each with its own pages of one
 pool (so the caches don't help), the queries of each being the results of the one before; time of the host that the
-device can't hide counts. The peer, where torch is importable, is its scaled_dot_product_attention on contiguous keys
-and values in a captured graph. The floor is the time a device copy takes for the same bytes, counting what it reads
-and what it writes; a read alone can be faster.
+device can't hide counts. The peers (`benchmarks.peers.attention`), where importable: FlashInfer on pages of the same
+size, torch on contiguous keys and values. The floor is the time a device copy takes for the same bytes, counting what
+it reads and what it writes; a read alone can be faster.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
-import importlib.util
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, quiet
+from benchmarks.peers import attention as peers
 
 Q_HEADS, HEADS, DIM = 32, 8, 128
 
@@ -85,6 +85,48 @@ LAUNCHES = (
 """What `--sweep` tries: block rows, warps, stages, programs per multiprocessor."""
 
 
+def random_rows(key: Any, num_pages: int, spec: Any) -> Any:
+    """[num_pages, *spec.shape]: random scales, or random bits that are small floats.
+
+    Drawing normals in float32 first would take three times the memory.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def draw(key):
+        full = (num_pages, *spec.shape)
+        if jnp.dtype(spec.dtype) == jnp.float32:
+            return jax.random.uniform(key, full, jnp.float32, 0.5, 1.5)
+        if jnp.dtype(spec.dtype) == jnp.bfloat16:
+            bits = jax.random.bits(key, full, jnp.uint16) & 0x83FF | 0x3C00
+            return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+        bits = jax.random.bits(key, full, jnp.uint8) & 0x9F | 0x20
+        return bits if jnp.dtype(spec.dtype) == jnp.uint8 else jax.lax.bitcast_convert_type(bits, spec.dtype)
+
+    return jax.jit(draw)(key)
+
+
+def chained(function: Callable[..., Any], first: Any, others: tuple[Any, ...], calls: int) -> Callable[[], float]:
+    """Compiles function(first, *others); the result measures seconds per call, of which a program holds `calls`.
+
+    Each program gets the result of the one before as its first argument, so many are on their way at once.
+    """
+    import jax
+
+    program = jax.jit(function).lower(first, *others).compile()
+    jax.block_until_ready(program(first, *others))
+    repeats = max(3, 64 // calls)  # so that one dispatch and one wait weigh little
+
+    def measure() -> float:
+        start, out = time.perf_counter(), first
+        for _ in range(repeats):
+            out = program(out, *others)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / (repeats * calls)
+
+    return measure
+
+
 def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     """Makes inputs; the result compiles for (implementation, config) a function that measures seconds per call once."""
     import jax
@@ -104,19 +146,8 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     slabs = 1 + shape.batch * used
     keys = jax.random.split(jax.random.key(0), 6)
 
-    def random(key, spec):
-        full = (slabs * slab, *spec.shape)
-        if jnp.dtype(spec.dtype) == jnp.float32:
-            return jax.random.uniform(key, full, jnp.float32, 0.5, 1.5)
-        # Random bits as small floats: drawing normals in float32 first would take three times the memory.
-        if jnp.dtype(spec.dtype) == jnp.bfloat16:
-            bits = jax.random.bits(key, full, jnp.uint16) & 0x83FF | 0x3C00
-            return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-        bits = jax.random.bits(key, full, jnp.uint8) & 0x9F | 0x20
-        return bits if jnp.dtype(spec.dtype) == jnp.uint8 else jax.lax.bitcast_convert_type(bits, spec.dtype)
-
     specs = storage.payload(storage.params, geometry)
-    pools = {name: jax.jit(random, static_argnums=1)(keys[i], spec) for i, (name, spec) in enumerate(specs.items())}
+    pools = {name: random_rows(keys[i], slabs * slab, spec) for i, (name, spec) in enumerate(specs.items())}
     table = 1 + jax.random.permutation(keys[4], shape.batch * used).astype(jnp.int32).reshape(shape.batch, 1, used)
     table = jnp.pad(table, ((0, 0), (0, 0), (0, columns - used)))
     lengths = jnp.full((shape.batch, HEADS if shape.per_head else 1), shape.rows, jnp.int32)
@@ -145,65 +176,9 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
                 q = one(jnp.int32(layer), q, pools, table, lengths, implementation, config)
             return q
 
-        program = jax.jit(all_layers).lower(q, pools, table, lengths).compile()
-        program(q, pools, table, lengths).block_until_ready()
-        repeats = max(3, 64 // shape.layers)  # so that one dispatch and one wait weigh little
-
-        def measure() -> float:
-            start, out = time.perf_counter(), q
-            for _ in range(repeats):
-                out = program(out, pools, table, lengths)
-            out.block_until_ready()
-            return (time.perf_counter() - start) / (repeats * shape.layers)
-
-        return measure
+        return chained(all_layers, q, (pools, table, lengths), shape.layers)
 
     return compiled
-
-
-def torch_sdpa(shape: Shape) -> Callable[[], float]:
-    """The query heads of a group become queries of one head, which the flash kernels split best."""
-    import torch
-
-    size = (shape.batch, HEADS, shape.rows, DIM)
-    layers = min(shape.layers, max(2, int(30e9 // shape.nbytes)))
-    keys = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
-    values = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
-    q = torch.randn((shape.batch, HEADS, Q_HEADS // HEADS, DIM), device="cuda", dtype=torch.bfloat16)
-
-    def run():
-        out = q
-        for k, v in zip(keys, values, strict=True):
-            out = torch.nn.functional.scaled_dot_product_attention(out, k, v)
-        return out
-
-    return _torch_graph(run, layers)
-
-
-def _torch_graph(run: Callable[[], Any], calls: int) -> Callable[[], float]:
-    """Replays a captured graph of `run`, timed by events: seconds per call."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def measure() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / (3 * calls)
-
-    return measure
 
 
 def copy_bandwidth() -> float:
@@ -230,8 +205,9 @@ def sides(shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[],
     if arguments.xla:
         result["xla"] = compiled("xla")
     plain = shape.page == 64 and not (shape.codes or shape.per_head or shape.max_rows)
-    if plain and not arguments.no_peers and importlib.util.find_spec("torch"):
-        result["torch_sdpa"] = torch_sdpa(shape)
+    if plain and not arguments.no_peers:
+        rows = peers.Rows(shape.batch, shape.rows, HEADS, Q_HEADS // HEADS, DIM, shape.page)
+        result |= peers.sides(rows, shape.layers)
     return result
 
 
@@ -273,7 +249,7 @@ def main() -> None:
         return
     rows, result = [], {}
     for shape in shapes:
-        found = common.alternate(sides(shape, arguments), arguments.rounds)
+        found = quiet.alternate(sides(shape, arguments), arguments.rounds, patience_s=arguments.patience_s).found
         floor = shape.nbytes / bandwidth
         entry: dict[str, Any] = {"bytes": shape.nbytes, "layers": shape.layers, "floor_s": floor}
         for name, samples in found.items():
