@@ -1,4 +1,4 @@
-"""What the Mosaic TPU implementations share: whether they can run here, tiling, and page reads. Imports jax only.
+"""What the Mosaic TPU implementations share: whether they can run here, and which rows they can read. Imports jax only.
 
 TPU memory is tiled: the last axis in 128 lanes, the one before in 8 sublanes of 32 bits. A head-page is copied as it
 lies in HBM, so a pool's rows must fill the lanes and its pages whole sublanes.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparsejax.pallas_kernels import payload
@@ -27,7 +25,6 @@ LARGEST_GROUP = 64
 MOST_LENGTHS = 16384  # each takes 4 bytes of scalar memory
 MOST_ENTRIES = 65536  # of the page tables that one program reads
 HEADS_AT_ONCE = 8
-NEG = -1e30
 
 _interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
 
@@ -104,67 +101,3 @@ def unsupported_tables(view: PageView) -> str | None:
     if min(heads, HEADS_AT_ONCE) * columns > MOST_ENTRIES:
         return f"tables of {columns} columns are wider than {MOST_ENTRIES // min(heads, HEADS_AT_ONCE)}"
     return None
-
-
-def attention_cost(
-    batch: int, q_heads: int, queries: int, width: int, view: PageView, pools: Pools, scaled: bool
-) -> pl.CostEstimate:
-    """What the compiler should think attention costs when the tables are full: lengths are unknown to it."""
-    page_size = pools["k"].shape[1]
-    rows = view.table.shape[2] * page_size
-    row_bytes = 2 * (width * pools["k"].dtype.itemsize + 4 * scaled)
-    products = batch * q_heads * queries * rows
-    return pl.CostEstimate(
-        flops=4 * products * width,
-        bytes_accessed=batch * view.num_heads * rows * row_bytes,
-        transcendentals=products,
-    )
-
-
-def decode(codes: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Stored rows in the compute dtype; uint8 are the bits of 8-bit floats (E4M3FN)."""
-    if codes.dtype != jnp.uint8:
-        return codes if codes.dtype == dtype else codes.astype(jnp.float32).astype(dtype)
-    bits = codes.astype(jnp.int32)
-    sign, rest = bits >> 7, bits & 0x7F
-    # Bias 7 to 127, mantissa of 3 bits to 23. Below the least exponent a code counts in steps of 2^-9.
-    normal = jax.lax.bitcast_convert_type((rest << 20) + (120 << 23), jnp.float32)
-    value = jnp.where(rest < 8, rest.astype(jnp.float32) * 2.0**-9, normal)
-    return jnp.where(sign == 1, -value, value).astype(dtype)
-
-
-def copy_pages(
-    arrays: Sequence[tuple[Any, Any]],
-    semaphores: Any,
-    slot: jax.Array,
-    head_page_of: Callable[[int, jax.Array], jax.Array],
-    counts: Sequence[jax.Array],
-    heads: int,
-    page_size: int,
-    action: Callable[[Any], None],
-) -> None:
-    """Starts, or waits for, the copies of a block's pages from HBM to the buffers of `slot`.
-
-    Args:
-      arrays: (pool [num_head_pages, page_size, ...], buffer [2, heads, rows, ...]) pairs.
-      semaphores: one per slot and array.
-      slot: buffer to fill.
-      head_page_of: (table row, page of the block) -> head-page, the first of `heads` if one copy serves them all.
-      counts: pages to read for each table row.
-      heads: adjacent head-pages of one copy.
-      page_size: rows.
-      action: on each copy: start or wait.
-    """
-    for table_row, count in enumerate(counts):
-
-        def one(page, _, table_row=table_row):
-            head_page = head_page_of(table_row, page)
-            if heads == HEADS_AT_ONCE:
-                head_page = pl.multiple_of(head_page, HEADS_AT_ONCE)
-            rows = pl.ds(pl.multiple_of(page * page_size, page_size), page_size)
-            for i, (pool, buffer) in enumerate(arrays):
-                target = buffer.at[slot, pl.ds(table_row, heads), rows]
-                action(pltpu.make_async_copy(pool.at[pl.ds(head_page, heads)], target, semaphores.at[slot, i]))
-            return _
-
-        jax.lax.fori_loop(0, count, one, 0)

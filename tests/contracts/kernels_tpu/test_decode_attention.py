@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-from sparsejax.pallas_kernels import api, reference, specs, tpu_support
+from sparsejax.pallas_kernels import api, reference, specs, tpu_pages
 from sparsejax.pallas_kernels.decode_attention import mosaic_tpu
 from sparsejax.pallas_kernels.layout import explicit_view
 from tests.contracts.kernels_tpu.cases import ATTENTION, CODES, by_name, interpret, slow, stored
@@ -87,7 +87,7 @@ def test_no_copy_meets_a_read(monkeypatch):
 def test_codes_decode_exactly():
     bits = jnp.arange(256, dtype=jnp.uint8)
     wanted = np.asarray(jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32))
-    found = np.asarray(tpu_support.decode(bits, jnp.float32))
+    found = np.asarray(tpu_pages.decode(bits, jnp.float32))
     finite = np.isfinite(wanted)
     assert finite.sum() == 254
     np.testing.assert_array_equal(found[finite], wanted[finite])
