@@ -25,6 +25,7 @@ from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.platforms import platform
 from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu as _prefill_mosaic_gpu
+from sparsejax.pallas_kernels.prefill_attention import mosaic_tpu as _prefill_tpu
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
@@ -50,7 +51,7 @@ log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
-    "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "xla": _prefill_xla},
+    "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
     "attention_lse": {"xla": _rows_xla},
     "row_scores": {"xla": _rows_xla},
     "move_rows": {"xla": _move_xla},

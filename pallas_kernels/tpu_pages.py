@@ -86,8 +86,10 @@ class Reader:
         return [pools[name] for name in (("k", "v", "k_scale", "v_scale") if self.scaled else ("k", "v"))]
 
     def table(self, view: PageView) -> tuple[jax.Array, pl.BlockSpec]:
-        """The tables as an input whose block, in scalar memory, is what one program needs. The grid's first axes are
-        rows and programs of a row."""
+        """The tables as an input whose block, in scalar memory, is what one program needs.
+
+        The first axes of the kernel's grid are rows and programs of a row.
+        """
         rows = 1 if self.shared else self.at_once
 
         def index(row, program, *others):
