@@ -27,6 +27,7 @@ from benchmarks import bars, common, quiet
 
 Q_HEADS, HEADS, DIM, PAGE = 32, 8, 128, 64
 MATMUL = 8192
+LARGEST_ERROR = 2e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,10 @@ CHECKS = (
 LAUNCHES: tuple[dict[str, Any], ...] = (
     {},
     {"turns": False},
+    {"pinned": True},
+    {"sharers": 2},
+    {"sharers": 2, "pinned": True},
+    {"sharers": 2, "stages": 3},
     {"stages": 3},
     {"registers": 240, "copy_registers": 24},
     {"cache_bytes": 8 << 20},
@@ -121,13 +126,13 @@ LAUNCHES: tuple[dict[str, Any], ...] = (
 """What `--sweep` tries instead of the defaults of `mosaic_gpu.Config`."""
 
 
-def check(case: Ragged, implementation: str) -> float:
+def check(case: Ragged, implementation: str, config: Any = None) -> float:
     """The largest error, relative of a query's result and absolute of its lse; infinite if anything is not finite."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from sparsejax.pallas_kernels import api, reference
+    from sparsejax.pallas_kernels import reference
     from sparsejax.pallas_kernels.layout import PageView
 
     rng = np.random.default_rng(0)
@@ -151,12 +156,11 @@ def check(case: Ragged, implementation: str) -> float:
     q = jnp.asarray(rng.standard_normal((batch, chunk, case.heads * case.group, case.dim)), case.dtype)
     view = PageView(jnp.asarray(table), stride, jnp.asarray(offset), jnp.asarray(lengths))
     layer, scale = jnp.int32(0), case.dim**-0.5
-    how = {"load_tile": _plain, "layer": layer, "scale": scale, "implementation": implementation}
 
     @jax.jit
     def both(q, pools, table, lengths, start):
         given = view._replace(table=table, lengths=lengths)
-        found = api.prefill_attention(q, pools, ("k", "v"), given, start, **how)
+        found = _attend(implementation, config, q, pools, given, start, layer, scale)
         return found, reference.prefill_attention(q, pools, ("k", "v"), given, start, _plain, layer, scale)
 
     (out, lse), (wanted, wanted_lse) = both(q, pools, view.table, view.lengths, jnp.asarray(start))
@@ -173,14 +177,24 @@ def _plain(tiles, layer):
     return tiles["k"], tiles["v"]
 
 
+def _attend(implementation, config, q, pools, view, start, layer, scale):
+    """(out, lse) of the operation, or of the Mosaic kernel launched in a certain way."""
+    from sparsejax.pallas_kernels import api
+    from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu
+
+    names = ("k", "v")
+    if config is not None:
+        return mosaic_gpu.prefill_attention(q, pools, names, view, start, _plain, layer, scale, config)
+    how = {"load_tile": _plain, "layer": layer, "scale": scale, "implementation": implementation}
+    return api.prefill_attention(q, pools, names, view, start, **how)
+
+
 def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     """Makes inputs; the result compiles for (implementation, config) a function that measures seconds per call once."""
     import jax
     import jax.numpy as jnp
 
-    from sparsejax.pallas_kernels import api
     from sparsejax.pallas_kernels.layout import PageView
-    from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu
 
     slab, columns = shape.layers * HEADS, -(-shape.rows // PAGE)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -194,17 +208,10 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     heads = jnp.arange(HEADS, dtype=jnp.int32)
 
     def compiled(implementation: str, config: Any = None) -> Callable[[], float]:
-        def one(q, pools, view, start, layer):
-            if config is not None:
-                return mosaic_gpu.prefill_attention(
-                    q, pools, ("k", "v"), view, start, _plain, layer, DIM**-0.5, config
-                )[0]
-            how = {"load_tile": _plain, "layer": layer, "scale": DIM**-0.5, "implementation": implementation}
-            return api.prefill_attention(q, pools, ("k", "v"), view, start, **how)[0]
-
         def all_layers(q, pools, table, lengths, start):
             views = (PageView(table, slab, layer * HEADS + heads, lengths) for layer in range(shape.layers))
-            return [one(q, pools, view, start, jnp.int32(layer)) for layer, view in enumerate(views)]
+            given = ((q, pools, view, start, jnp.int32(layer), DIM**-0.5) for layer, view in enumerate(views))
+            return [_attend(implementation, config, *arguments)[0] for arguments in given]
 
         return timed(all_layers, (q, pools, table, lengths, start), shape.layers)
 
@@ -302,20 +309,26 @@ def sides(shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[],
 
 
 def sweep(shapes: tuple[Shape, ...]) -> None:
-    """Prints how fast each launch configuration of the Mosaic kernel is."""
+    """Prints how fast each launch configuration of the Mosaic kernel is, of those that are right."""
     from sparsejax.pallas_kernels.prefill_attention.mosaic_gpu import Config, default_config
 
+    configs: dict[str, Config] = {}
+    for change in LAUNCHES:
+        config = dataclasses.replace(default_config(DIM), **change)
+        try:
+            error = check(CHECKS[0], "mosaic_gpu", config)
+        except Exception as failure:  # too much shared memory, for one: not a configuration for this device
+            print(f"{change}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+            continue
+        print(f"{change}: largest error {error:.2e}", flush=True)
+        if error < LARGEST_ERROR:
+            configs[str(change)] = config
+    if not configs:
+        raise SystemExit("no configuration can be launched here")
     for shape in shapes:
         compiled = prepare(shape)
-        found: dict[Config, Callable[[], float]] = {}
-        for change in LAUNCHES:
-            config = dataclasses.replace(default_config(DIM), **change)
-            try:
-                found[config] = compiled("mosaic_gpu", config)
-            except Exception as error:  # too much shared memory, for one: not a configuration for this device
-                print(f"{shape} {change}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        names = {str(config): measure for config, measure in found.items()}
-        samples = quiet.alternate(names, 5).found
+        measures = {name: compiled("mosaic_gpu", config) for name, config in configs.items()}
+        samples = quiet.alternate(measures, 5).found
         for name, seconds in sorted(samples.items(), key=lambda pair: statistics.median(pair[1])):
             print(f"{shape}: {shape.flops / statistics.median(seconds) / 1e12:.0f} TFLOP/s, {name}", flush=True)
 
@@ -336,7 +349,7 @@ def main() -> None:
     errors = {}
     for case in () if arguments.no_check else CHECKS:
         errors[str(case)] = error = check(case, arguments.implementation)
-        print(f"{case}: largest error {error:.2e}{'' if error < 2e-2 else '  WRONG'}", flush=True)
+        print(f"{case}: largest error {error:.2e}{'' if error < LARGEST_ERROR else '  WRONG'}", flush=True)
     shapes = tuple(shape for shape in SHAPES if any(fnmatch.fnmatchcase(str(shape), only) for only in arguments.only))
     if arguments.sweep:
         sweep(shapes)

@@ -34,6 +34,8 @@ class Config:
       registers, copy_registers: of a thread of the warpgroups that compute, and of the one that copies.
       cache_bytes: keys and values that the order of the blocks counts on the L2 cache to hold.
       turns: whether the warpgroups take turns in issuing products.
+      pinned: whether exponentials must be done before the values of the step before are waited for.
+      sharers: blocks of one KV head with the same queries that share copies (a cluster), if there are as many.
     """
 
     block_rows: int = 128
@@ -42,6 +44,8 @@ class Config:
     copy_registers: int = 40
     cache_bytes: int = 32 << 20
     turns: bool = True
+    pinned: bool = False
+    sharers: int = 1
 
 
 def default_config(head_dim: int) -> Config:
@@ -93,6 +97,11 @@ class Problem:
     def head_blocks(self) -> int:
         """Blocks of one KV head with the same queries."""
         return self.group // (COMPUTE_WARPGROUPS if self.paired_heads else 1)
+
+    @property
+    def sharers(self) -> int:
+        """Blocks of a cluster, each of which copies a part for all."""
+        return self.config.sharers if self.head_blocks % self.config.sharers == 0 else 1
 
     @property
     def copy_rows(self) -> int:

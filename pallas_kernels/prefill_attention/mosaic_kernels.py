@@ -25,6 +25,7 @@ from sparsejax.pallas_kernels.prefill_attention.mosaic_gpu import COMPUTE_WARPGR
 TILE = (8, 64)  # rows and 16-bit channels of the core matrices that a swizzle of 128 bytes goes over
 NEG = -1e30
 LOG2_E = math.log2(math.e)
+SHARER = "sharer"
 
 
 def build(problem: Problem):
@@ -36,6 +37,12 @@ def build(problem: Problem):
     ring = plgpu.SMEM((p.config.stages, p.config.block_rows, p.dim), dtype, transforms=transforms)
     queries = plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_QUERIES, p.dim), dtype, transforms=transforms)
     full, free = (_barriers(arrivals, p.config.stages) for arrivals in (p.copies, COMPUTE_WARPGROUPS))
+    cluster = {}
+    if p.sharers > 1:  # a copy lands in all blocks of a cluster, so all of them must have freed its place
+        cluster = {"cluster": (p.sharers,), "cluster_names": (SHARER,)}
+        free = plgpu.ClusterBarrier(
+            collective_axes=(SHARER,), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=p.config.stages
+        )
     return plgpu.kernel(
         functools.partial(_body, p),
         out_type=[
@@ -55,12 +62,13 @@ def build(problem: Problem):
             "last_full": plgpu.Barrier(num_arrivals=p.copies),
             "turn": _barriers(1, COMPUTE_WARPGROUPS),
         },
-        grid=(p.batch * p.heads * p.query_blocks * p.head_blocks,),
+        grid=(p.batch * p.heads * p.query_blocks * p.head_blocks // p.sharers,),
         grid_names=("block",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         kernel_name="prefill_attention",
+        **cluster,
     )
 
 
@@ -79,7 +87,10 @@ def _place(p: Problem, lengths):
     Blocks with most keys come first, those of all query heads of some KV heads together: as many KV heads as the L2
     cache holds the rows of.
     """
-    rest, lane = _divmod(lax.axis_index("block"), p.head_blocks)
+    index = lax.axis_index("block")
+    if p.sharers > 1:
+        index = index * p.sharers + lax.axis_index(SHARER)
+    rest, lane = _divmod(index, p.head_blocks)
     row, rest = _divmod(rest, p.heads * p.query_blocks)
     head_bytes = lengths[row, 0] * (4 * p.dim)
     together = jnp.int32(1)
@@ -160,7 +171,8 @@ def _copy(p: Problem, k, v, table, offset, length, steps, shared):
             if p.copy_rows < p.page:  # then a step is one copy
                 row = lax.rem(step, jnp.int32(p.page // p.copy_rows)) * p.copy_rows
                 source = source.at[pl.ds(pl.multiple_of(row, p.copy_rows), p.copy_rows)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot_of(step), pl.ds(i * p.copy_rows, p.copy_rows)], full)
+            target = ring.at[slot_of(step), pl.ds(i * p.copy_rows, p.copy_rows)]
+            plgpu.copy_gmem_to_smem(source, target, full, collective_axes=SHARER if p.sharers > 1 else None)
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(p.config.stages))
@@ -201,6 +213,13 @@ def _copy(p: Problem, k, v, table, offset, length, steps, shared):
         plgpu.commit_smem()
         for _ in range(p.copies):
             plgpu.barrier_arrive(v_full)
+
+    if p.sharers > 1:  # a block must not end before the others have arrived at its barriers for the last time
+        for free, end in ((shared.k_free, steps), (shared.v_free, last)):
+
+            @pl.loop(jnp.maximum(steps - p.config.stages, 0), end)
+            def _(step, free=free):
+                plgpu.barrier_wait(free.at[slot_of(step)])
 
 
 def _clear(p: Problem, values, valid):
@@ -288,6 +307,8 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
             new_weights, new_total, new_peak = weigh(logits, peak)
             decay = jnp.exp2(peak - new_peak)
             total = total * decay + new_total
+            if p.config.pinned:
+                new_weights, total, new_peak, decay = lax.optimization_barrier((new_weights, total, new_peak, decay))
             done = acc[...]
             plgpu.barrier_arrive(shared.v_free.at[before])
             acc[...] = done * lax.broadcast_in_dim(decay, done.shape, [0])

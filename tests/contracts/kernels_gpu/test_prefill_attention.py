@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from sparsejax.pallas_kernels import api, mosaic_support
 from sparsejax.pallas_kernels.layout import PageView
+from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu
 from tests.contracts.kernels_gpu.cases import Case, Shape, make, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -69,14 +71,16 @@ def prefill(shape: Shape, chunks: tuple[int, ...], chunk: int | None = None) -> 
     return Prefill(case, q, start)
 
 
-def program(made: Prefill):
+OPERATION = functools.partial(api.prefill_attention, implementation="mosaic_gpu")
+
+
+def program(made: Prefill, operation=OPERATION):
     case = made.case
 
     @jax.jit
     def run(q, pools, table, offset, lengths, start):
         view = PageView(table, case.view.stride, offset, lengths)
-        how = made.how | {"implementation": "mosaic_gpu"}
-        return api.prefill_attention(q, pools, case.names, view, start, **how)
+        return operation(q, pools, case.names, view, start, **made.how)
 
     return run
 
@@ -117,6 +121,23 @@ def test_matches_oracle_and_reads_nothing_else(shape, chunks):
     assert np.isfinite(lse).all()
     assert relative_error(np.where(real[..., None], out, 0), wanted) < 6e-3
     np.testing.assert_allclose(np.where(real, lse, 0), wanted_lse, rtol=1e-6, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        mosaic_gpu.Config(turns=False),
+        mosaic_gpu.Config(stages=3, pinned=True),
+        mosaic_gpu.Config(sharers=2),
+        mosaic_gpu.Config(block_rows=64, stages=4),
+    ],
+    ids=str,
+)
+def test_other_launches(config):
+    made = prefill(Shape(LENGTHS, group=4), CHUNKS)
+    out, _ = program(made, functools.partial(mosaic_gpu.prefill_attention, config=config))(*arguments(made))
+    wanted, _, real = made.wanted()
+    assert relative_error(np.where(real[..., None], np.asarray(out, np.float32), 0), wanted) < 6e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 63, 64, 200, 256])

@@ -88,6 +88,29 @@ def test_lowers_for_cuda(fields):
     assert lowered.as_text().count("mosaic_gpu_v2") == 1  # one copy, called by both layers
 
 
+@lowers
+@pytest.mark.parametrize(
+    "config",
+    [
+        mosaic_gpu.Config(turns=False),
+        mosaic_gpu.Config(stages=3, pinned=True),
+        mosaic_gpu.Config(sharers=2),
+        mosaic_gpu.Config(block_rows=64, stages=4),
+    ],
+    ids=str,
+)
+def test_other_launches_lower_for_cuda(config):
+    q, pools, names, view, start, load_tile = call()
+    attend = functools.partial(mosaic_gpu.prefill_attention, load_tile=load_tile, layer=0, scale=0.1, config=config)
+
+    def run(q, pools, table, offset, lengths, start):
+        return attend(q, pools, names, PageView(table, view.stride, offset, lengths), start)
+
+    arguments = (q, pools, view.table, view.offset, view.lengths, start)
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info[0].shape == q.shape
+
+
 def test_a_scale_must_be_positive():
     q, pools, _, view, _, _ = call()
     with pytest.raises(ValueError, match=r"scale must be positive, got -1\.0"):
