@@ -21,6 +21,7 @@ from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_trit
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
+from sparsejax.pallas_kernels.page_scores import mosaic_tpu as _scores_tpu
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
 from sparsejax.pallas_kernels.platforms import platform
@@ -55,7 +56,7 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "attention_lse": {"xla": _rows_xla},
     "row_scores": {"xla": _rows_xla},
     "move_rows": {"xla": _move_xla},
-    "page_scores": {"triton": _scores_triton, "xla": _scores_xla},
+    "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
     "select_pages": {"triton": _select_triton, "xla": _select_xla},
 }
 """Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
