@@ -106,21 +106,21 @@ def random_rows(key: Any, num_pages: int, spec: Any) -> Any:
     return jax.jit(draw)(key)
 
 
-def chained(function: Callable[..., Any], first: Any, others: tuple[Any, ...], calls: int) -> Callable[[], float]:
-    """Compiles function(first, *others); the result measures seconds per call, of which a program holds `calls`.
+def timed(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], float]:
+    """Compiles a function that makes `calls` calls; the result measures seconds per call once.
 
-    Each program gets the result of the one before as its first argument, so many are on their way at once.
+    Programs are sent off without waiting, so that the device need not wait for the host as long as it has more to do.
     """
     import jax
 
-    program = jax.jit(function).lower(first, *others).compile()
-    jax.block_until_ready(program(first, *others))
+    program = jax.jit(function).lower(*arguments).compile()
+    jax.block_until_ready(program(*arguments))
     repeats = max(3, 64 // calls)  # so that one dispatch and one wait weigh little
 
     def measure() -> float:
-        start, out = time.perf_counter(), first
+        start, out = time.perf_counter(), None
         for _ in range(repeats):
-            out = program(out, *others)
+            out = program(*arguments)
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / (repeats * calls)
 
@@ -176,7 +176,7 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
                 q = one(jnp.int32(layer), q, pools, table, lengths, implementation, config)
             return q
 
-        return chained(all_layers, q, (pools, table, lengths), shape.layers)
+        return timed(all_layers, (q, pools, table, lengths), shape.layers)
 
     return compiled
 

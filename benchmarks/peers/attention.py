@@ -34,6 +34,10 @@ def sides(rows: Rows, layers: int) -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {}
     if not importlib.util.find_spec("torch"):
         return found
+    import torch
+
+    if not torch.cuda.is_available():
+        return found
     if importlib.util.find_spec("flashinfer"):
         cache = functools.cache(lambda: _pages(rows, layers))  # both kinds of kernel read the same pages
         found["flashinfer"] = flashinfer(rows, cache(), tensor_cores=True)

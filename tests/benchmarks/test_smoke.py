@@ -111,6 +111,24 @@ def test_sparse_decode(tiny, tmp_path):
 
 
 @pytest.mark.slow
+def test_sparse_attention(tmp_path):
+    size = ("--context", 512, "--read", 128, "--gather-context", 256, "--batches", 2, "--heads", 2, "--dim", 64)
+    plot = tmp_path / "times.svg"
+    found = run("sparse_attention", tmp_path, *size, "--layers", 2, "--rounds", 2, "--xla", "--plot", plot)
+    sides = found["sparse"]["B=2 128 of 512 page 64"]
+    assert set(sides) >= {"scores", "selection", "attention", "all three", "dense", "quiet"}
+    assert sides["all three"]["bytes"] == sides["scores"]["bytes"] + sides["attention"]["bytes"]
+    # Keys and values in bfloat16, 2 heads of 64; the bounds of a page are as large as one row.
+    assert sides["attention"]["bytes"] == 2 * 128 * 2 * 64 * 4
+    assert sides["scores"]["bytes"] == 2 * 8 * 2 * 64 * 4
+    assert sides["dense"]["time_over_all_three"]["ratio"] > 0
+    assert set(found["selection"]) == {"8 pages x 2 x 2, 1", "32 pages x 2 x 2, 7", "256 pages x 2 x 2, 127"}
+    [gather] = found["gather"].values()
+    assert gather["pages"]["bytes"] == gather["tokens"]["bytes"]
+    assert plot.read_text("utf-8").count("all three") == 2
+
+
+@pytest.mark.slow
 def test_perplexity(tiny, tmp_path):
     size = ("--windows", 2, "--window-tokens", 64)
     found = run("perplexity", tmp_path, "--model", tiny, "--load-format", "dummy", *size, "--budgets", 32)
