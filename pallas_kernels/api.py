@@ -20,6 +20,7 @@ from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_scores import mosaic_tpu as _scores_tpu
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
@@ -29,6 +30,7 @@ from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu as _prefill_mo
 from sparsejax.pallas_kernels.prefill_attention import mosaic_tpu as _prefill_tpu
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
+from sparsejax.pallas_kernels.row_scores import triton_gpu as _rows_triton
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
 from sparsejax.pallas_kernels.select_pages import triton_gpu as _select_triton
 from sparsejax.pallas_kernels.select_pages import xla as _select_xla
@@ -53,9 +55,9 @@ log = logging.getLogger("sparsejax.kernels")
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
-    "attention_lse": {"xla": _rows_xla},
-    "row_scores": {"xla": _rows_xla},
-    "move_rows": {"xla": _move_xla},
+    "attention_lse": {"triton": _rows_triton, "xla": _rows_xla},
+    "row_scores": {"triton": _rows_triton, "xla": _rows_xla},
+    "move_rows": {"triton": _move_triton, "xla": _move_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
     "select_pages": {"triton": _select_triton, "xla": _select_xla},
 }
