@@ -111,6 +111,7 @@ CHECKS = (
 LAUNCHES: tuple[dict[str, Any], ...] = (
     {},
     {"turns": False},
+    {"overlap": False},
     {"pinned": True},
     {"sharers": 2},
     {"sharers": 2, "pinned": True},

@@ -3,9 +3,9 @@
 A block has three warpgroups. One copies pages to shared memory by TMA; the other two each attend with 64 queries, and
 share what was copied: they are two query heads of one KV head, or two runs of queries where heads can't be paired.
 
-Each step issues the product of queries and keys of a step before the product of weights and values of the step before
-it, so that the tensor cores have work while the exponentials of a step are taken. The two warpgroups take turns in
-issuing products (`turn`), which puts one's exponentials beside the other's products.
+Each step issues its product of queries and keys before the product of weights and values of the step before it, so that
+the tensor cores have work while the exponentials of a step are taken. The two warpgroups take turns in issuing products
+(`turn`), which puts one's exponentials beside the other's products.
 """
 
 from __future__ import annotations
@@ -259,17 +259,20 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
         end = jnp.minimum(query + (first + 1), length) - step * p.config.block_rows
         return jnp.where(key < end, logits, -jnp.inf)
 
-    def products(step, then):
-        """Logits of a step; `then` issues what the tensor cores do after them."""
+    def products(step, values=None):
+        """Logits of a step; `values` issues the other product of a turn, if it has one."""
         slot = slot_of(step)
 
         def run(logits):
             plgpu.barrier_wait(shared.k_full.at[slot])
             wait_turn()
+            if values and not p.config.overlap:
+                values()
             plgpu.wgmma(logits, q_smem, shared.k_smem.at[slot].transpose((1, 0)))
-            behind = then()
+            if values and p.config.overlap:
+                values()
             end_turn()
-            return plgpu.wgmma_accumulator_load(logits, wait_n=behind)
+            return plgpu.wgmma_accumulator_load(logits, wait_n=1 if values and p.config.overlap else 0)
 
         found = pl.run_scoped(run, plgpu.ACC((WARPGROUP_QUERIES, p.config.block_rows), jnp.float32))
         plgpu.barrier_arrive(shared.k_free.at[slot])
@@ -288,7 +291,7 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
         if p.config.turns:
             plgpu.barrier_arrive(shared.turn.at[0])
 
-    weights, total, peak = weigh(mask(products(jnp.int32(0), lambda: 0), jnp.int32(0)), None)
+    weights, total, peak = weigh(mask(products(jnp.int32(0)), jnp.int32(0)), None)
     weights = weights.astype(q_smem.dtype)
 
     def accumulate(acc):
@@ -299,7 +302,6 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
             def values():
                 plgpu.barrier_wait(shared.v_full.at[before])
                 plgpu.wgmma(acc, weights, shared.v_smem.at[before])
-                return 1
 
             logits = products(step, values)
             if masked:

@@ -127,6 +127,7 @@ def test_matches_oracle_and_reads_nothing_else(shape, chunks):
     "config",
     [
         mosaic_gpu.Config(turns=False),
+        mosaic_gpu.Config(overlap=False),
         mosaic_gpu.Config(stages=3, pinned=True),
         mosaic_gpu.Config(sharers=2),
         mosaic_gpu.Config(block_rows=64, stages=4),
