@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**31))  # key of columns that can't be chosen
-MINUS_INFINITY = tl.constexpr(-2139095041)  # keys of the least and the largest score
-INFINITY = tl.constexpr(2139095040)
+HIGHEST = tl.constexpr(2**31 - 1)  # above the key of every score
 FIELD = tl.constexpr(20)  # bits of a count
 FIELD_MASK = tl.constexpr(2**20 - 1)
 
@@ -25,6 +24,12 @@ def load_keys(scores, column, candidates):
     bits = tl.where(score > float("-inf"), score, float("-inf")).to(tl.int32, bitcast=True)
     bits = tl.where(bits == LOWEST, 0, bits)
     return tl.where(valid, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST)
+
+
+@triton.jit
+def above_lowest(keys):
+    """The keys, HIGHEST instead of LOWEST."""
+    return tl.where(keys == LOWEST, HIGHEST, keys)
 
 
 @triton.jit
@@ -89,9 +94,17 @@ def select_kernel(
     if RESIDENT:
         keys = load_keys(scores, lane, last)
         entries = tl.load(table + lane, mask=lane < last, other=0)  # all, so as not to wait for the search
+        least, largest = above_lowest(keys), keys
+    else:
+        least = tl.full([BLOCK], HIGHEST, tl.int32)
+        largest = tl.full([BLOCK], LOWEST, tl.int32)
+        for start in tl.range(0, last, BLOCK):
+            keys = load_keys(scores, start + lane, last)
+            least = tl.minimum(least, above_lowest(keys))
+            largest = tl.maximum(largest, keys)
     # Always: `found` keys are at or above low, at least NUM_SCORED; `above` are at or above high, fewer.
-    low = tl.full([], MINUS_INFINITY, tl.int64)
-    high = tl.full([], INFINITY + 1, tl.int64)
+    low = tl.min(least, 0).to(tl.int64)
+    high = tl.max(largest, 0).to(tl.int64) + 1
     found = last
     above = last * 0
     while (found != NUM_SCORED) & (high - low > 1):
