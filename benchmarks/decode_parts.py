@@ -36,7 +36,9 @@ def sides(model: Any, method_name: str, batch: int, context: int) -> dict[str, C
     from benchmarks.sparse_decode import fill, rewind
     from sparsejax import registry
     from sparsejax.models.registry import get_architecture
+    from sparsejax.models.spec import Stream
     from sparsejax.pallas_kernels import api
+    from sparsejax.pallas_kernels.heads import Heads, finish
     from sparsejax.plans import DecodeRow, SamplingRow
     from sparsejax.runner import DeviceRunner
     from sparsejax.sampling import FLOAT_COLUMNS, INT_COLUMNS, RowBias, SamplingInputs, logprobs, sample
@@ -66,12 +68,14 @@ def sides(model: Any, method_name: str, batch: int, context: int) -> dict[str, C
 
     @jax.jit
     def layers(weights: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(heads: Heads) -> jax.Array:
+            q, k, v = finish(heads)
             return q + jnp.repeat(k + v, geometry.group_size, 1)  # nothing may be optimised away
 
+        stream = Stream(x, jnp.zeros_like(x))
         for layer in weights["layers"]:
-            x = architecture.layer(spec, layer, x, positions, attend)
-        return x
+            stream = architecture.layer(spec, layer, stream, positions, attend)
+        return stream.x + stream.delta
 
     @jax.jit
     def attention(state: Any, q: jax.Array, ids: jax.Array) -> jax.Array:
@@ -105,7 +109,7 @@ def sides(model: Any, method_name: str, batch: int, context: int) -> dict[str, C
     ids = jnp.arange(1, batch + 1, dtype=jnp.int32)
     positions = jnp.full(batch, context, jnp.int32)
     logits = jnp.zeros((batch, spec.vocab_size), jnp.float32)
-    head = jax.jit(lambda weights, x: architecture.logits(spec, weights, x))
+    head = jax.jit(lambda weights, x: architecture.logits(spec, weights, Stream(x, jnp.zeros_like(x))))
     total = jax.jit(lambda weights: sum(leaf.sum(dtype=jnp.float32) for leaf in jax.tree.leaves(weights)))
     calls = {
         "layers": lambda: layers(weights, x, positions),

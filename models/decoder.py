@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
 from sparsejax.arrays import ArraySpec
 from sparsejax.models import layers
-from sparsejax.models.spec import Attend, ModelSpec, TensorSlot, Weights
+from sparsejax.models.spec import Attend, ModelSpec, Stream, TensorSlot, Weights
+from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.heads import Heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,31 +86,40 @@ class Decoder:
                     slots[f"{prefix}self_attn.{part}_norm.weight"] = TensorSlot((*path, f"{part}_norm"), (dim,))
         return slots
 
-    def embed(self, spec: ModelSpec, weights: Weights, tokens: jax.Array) -> jax.Array:
+    def embed(self, spec: ModelSpec, weights: Weights, tokens: jax.Array) -> Stream:
         with jax.named_scope("embed"):
-            return weights["embed"][tokens]
+            x = weights["embed"][tokens]
+            return Stream(x, jnp.zeros_like(x))
 
-    def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k, v before RoPE from the normed input [..., hidden]."""
-        return layers.project_qkv(x, layer_weights["qkv"])
+    def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> Heads:
+        """Heads from the normed input [..., hidden]; `rope` is the rotary table at its positions."""
+        return Heads(layers.project_qkv(x, layer_weights["qkv"]), *rope)
 
     def layer(
-        self, spec: ModelSpec, layer_weights: Weights, x: jax.Array, positions: jax.Array, attend: Attend
-    ) -> jax.Array:
+        self,
+        spec: ModelSpec,
+        layer_weights: Weights,
+        stream: Stream,
+        positions: jax.Array,
+        attend: Attend,
+        implementation: str | None = None,
+    ) -> Stream:
+        eps = spec.rms_norm_eps
+        norm = functools.partial(api.add_rms_norm, eps=eps, implementation=implementation)
         with jax.named_scope("attention"):
-            normed = layers.rms_norm(x, layer_weights["attn_norm"], spec.rms_norm_eps)
-            q, k, v = self.heads(spec, layer_weights, normed)
+            x, normed = norm(stream.x, stream.delta, layer_weights["attn_norm"])
             table = layers.rope_table(spec.rope, spec.head_dim, positions)
-            attended = attend(layers.apply_rope(q, table), layers.apply_rope(k, table), v)
+            attended = attend(self.heads(spec, layer_weights, normed, table))
             merged = attended.reshape(*x.shape[:-1], spec.num_q_heads * spec.head_dim)
-            x = x + layers.linear(merged, layer_weights["out"])
+            delta = layers.linear(merged, layer_weights["out"])
         with jax.named_scope("mlp"):
-            normed = layers.rms_norm(x, layer_weights["mlp_norm"], spec.rms_norm_eps)
-            return x + layers.swiglu(normed, layer_weights["gate_up"], layer_weights["down"])
+            x, normed = norm(x, delta, layer_weights["mlp_norm"])
+            return Stream(x, layers.swiglu(normed, layer_weights["gate_up"], layer_weights["down"]))
 
-    def logits(self, spec: ModelSpec, weights: Weights, x: jax.Array) -> jax.Array:
+    def logits(self, spec: ModelSpec, weights: Weights, stream: Stream, implementation: str | None = None) -> jax.Array:
         with jax.named_scope("logits"):
-            x = layers.rms_norm(x, weights["final_norm"], spec.rms_norm_eps)
+            norm = functools.partial(api.add_rms_norm, eps=spec.rms_norm_eps, implementation=implementation)
+            _, x = norm(stream.x, stream.delta, weights["final_norm"])
             if spec.tie_embeddings:
                 return layers.logits(x, weights["embed"], contract=1)
             return layers.logits(x, weights["lm_head"], contract=0)

@@ -47,14 +47,6 @@ def logits(x: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
     )
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019), in float32. x [..., n], weight [n]."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape)
-    return (x32 * scale * weight).astype(x.dtype)
-
-
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """silu(x gate) * (x up), times down.
 
@@ -64,24 +56,21 @@ def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     return linear(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], down)
 
 
-def project_qkv(x: jax.Array, qkv: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value heads from one matrix, before RoPE.
+def project_qkv(x: jax.Array, qkv: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Query, key and value heads from one matrix, before norms and RoPE.
+
+    One matrix product instead of three, and a split over KV heads is a split of one axis.
 
     Args:
       x: [..., hidden].
       qkv: [hidden, num_kv_heads, group_size + 2, head_dim]; for each KV head its query heads, then its key, its value.
-        One matrix product instead of three, and a split over KV heads is a split of one axis.
       bias: [num_kv_heads, group_size + 2, head_dim] or None.
 
     Returns:
-      q [..., num_q_heads, head_dim], k and v [..., num_kv_heads, head_dim].
+      [..., num_kv_heads, group_size + 2, head_dim].
     """
     heads = linear(x, qkv)
-    if bias is not None:
-        heads = heads + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
-    q = heads[..., :-2, :]
-    q = q.reshape(*x.shape[:-1], q.shape[-3] * q.shape[-2], q.shape[-1])
-    return q, heads[..., -2, :], heads[..., -1, :]
+    return heads if bias is None else heads + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
@@ -138,10 +127,3 @@ def rope_table(rope: RopeSpec, head_dim: int, positions: jax.Array) -> tuple[jax
     frequencies = jnp.asarray(frequencies).reshape((1,) * (positions.ndim + 1) + frequencies.shape)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles) * multiplier, jnp.sin(angles) * multiplier
-
-
-def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates [..., heads, head_dim] in the half-split layout: channel i pairs with i + head_dim // 2."""
-    cos, sin = table
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

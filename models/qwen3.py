@@ -7,16 +7,15 @@ import jax
 from sparsejax.models import layers
 from sparsejax.models.decoder import Decoder
 from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.pallas_kernels.heads import Heads
 
 
 class Qwen3(Decoder):
     """The shared decoder with head norms."""
 
-    def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = layers.project_qkv(x, layer_weights["qkv"])
-        q = layers.rms_norm(q, layer_weights["q_norm"], spec.rms_norm_eps)
-        k = layers.rms_norm(k, layer_weights["k_norm"], spec.rms_norm_eps)
-        return q, k, v
+    def heads(self, spec: ModelSpec, layer_weights: Weights, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> Heads:
+        norms = layer_weights["q_norm"], layer_weights["k_norm"]
+        return Heads(layers.project_qkv(x, layer_weights["qkv"]), *rope, *norms, eps=spec.rms_norm_eps)
 
 
 QWEN3 = Qwen3("qwen3")

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from sparsejax.geometry import Geometry
+from sparsejax.pallas_kernels.heads import Heads
 
 Weights = dict[str, Any]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [..., num_q_heads, head_dim], k, v [..., num_kv_heads, head_dim], all after RoPE) -> [..., num_q_heads, head_dim].
+Attend = Callable[[Heads], jax.Array]
+"""Heads of [...] tokens as projected -> attended [..., num_q_heads, head_dim].
 
-Writes k and v to the cache and attends; given by the caller, so model code knows nothing of caches or methods.
+Finishes the heads, writes keys and values to the cache and attends; given by the caller, so model code knows nothing of
+caches or methods.
 """
+
+
+class Stream(NamedTuple):
+    """Hidden states between layers: the residual stream, and what the last layer adds to it, each [..., hidden].
+
+    Apart, because the next norm adds them as it reads them.
+    """
+
+    x: jax.Array
+    delta: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +130,22 @@ class Architecture(Protocol):
         """Every tensor that a Hugging Face checkpoint must hold, by name."""
         ...
 
-    def embed(self, spec: ModelSpec, weights: Weights, tokens: jax.Array) -> jax.Array:
+    def embed(self, spec: ModelSpec, weights: Weights, tokens: jax.Array) -> Stream:
         """int32 [...] -> [..., hidden]."""
         ...
 
     def layer(
-        self, spec: ModelSpec, layer_weights: Weights, x: jax.Array, positions: jax.Array, attend: Attend
-    ) -> jax.Array:
-        """[..., hidden] and int32 positions [...] -> [..., hidden]."""
+        self,
+        spec: ModelSpec,
+        layer_weights: Weights,
+        stream: Stream,
+        positions: jax.Array,
+        attend: Attend,
+        implementation: str | None = None,
+    ) -> Stream:
+        """One layer for [...] tokens at int32 positions [...]; `implementation` as in `pallas_kernels.api`."""
         ...
 
-    def logits(self, spec: ModelSpec, weights: Weights, x: jax.Array) -> jax.Array:
+    def logits(self, spec: ModelSpec, weights: Weights, stream: Stream, implementation: str | None = None) -> jax.Array:
         """[..., hidden] -> float32 [..., vocab], final norm included."""
         ...

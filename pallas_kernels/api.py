@@ -16,10 +16,15 @@ from typing import Any
 
 import jax
 
+from sparsejax.pallas_kernels.add_rms_norm import triton_gpu as _norm_triton
+from sparsejax.pallas_kernels.add_rms_norm import xla as _norm_xla
+from sparsejax.pallas_kernels.append import triton_gpu as _append_triton
+from sparsejax.pallas_kernels.append import xla as _append_xla
 from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
-from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.heads import Heads
+from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_scores import mosaic_tpu as _scores_tpu
@@ -37,6 +42,8 @@ from sparsejax.pallas_kernels.select_pages import xla as _select_xla
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "add_rms_norm",
+    "append",
     "attention_lse",
     "chosen",
     "decode_attention",
@@ -53,6 +60,8 @@ __all__ = [
 log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
+    "add_rms_norm": {"triton": _norm_triton, "xla": _norm_xla},
+    "append": {"triton": _append_triton, "xla": _append_xla},
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
     "attention_lse": {"triton": _rows_triton, "xla": _rows_xla},
@@ -139,6 +148,55 @@ def _note(operation: str, name: str, reasons: tuple[str, ...]) -> None:
     made[name] = reasons
     level = logging.WARNING if reasons and platform() in ("gpu", "tpu") else logging.INFO
     log.log(level, "%s: %s%s", operation, name, f" ({'; '.join(reasons)})" if reasons else "")
+
+
+def add_rms_norm(
+    x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Adds to the residual stream and norms the sum (Zhang and Sennrich 2019); the norm is computed in float32.
+
+    Args:
+      x, delta: [..., n].
+      weight: [n].
+      eps: added to the mean of squares.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      x + delta, and its norm times the weight, both [..., n] in x's dtype.
+    """
+    module = _choose("add_rms_norm", implementation, x, delta, weight)
+    return module.add_rms_norm(x, delta, weight, eps)
+
+
+def append(
+    heads: Heads,
+    pools: Pools,
+    view: PageView,
+    *,
+    num_new: jax.Array,
+    positions: jax.Array,
+    encode: Encode,
+    layer: jax.Array,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Finishes the heads of new tokens (norms, rotary embedding) and stores their keys, values and positions.
+
+    Args:
+      heads: of [batch, chunk] tokens.
+      pools: head-page arrays, positions included; those that change are updated in place where they are donated.
+      view: pages; new rows go after the first `view.lengths` ones.
+      num_new: int32 [batch], at most chunk; what comes after them is written to the null page.
+      positions: int32 [batch, chunk], logical positions.
+      encode: encodes keys and values as the storage holds them.
+      layer: int32 scalar, passed to `encode`.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      queries [batch, chunk, num_q_heads, head_dim], keys and values [batch, chunk, num_kv_heads, head_dim] before they
+      are encoded, and all pools.
+    """
+    module = _choose("append", implementation, heads, pools, view, encode)
+    return module.append(heads, pools, view, num_new, positions, encode, layer)
 
 
 def decode_attention(

@@ -16,6 +16,12 @@ LANES = 128
 Pools = Mapping[str, jax.Array]
 """Arrays of head-pages, each [num_head_pages, page_size, ...]: one storage's payload, plus "positions"."""
 
+POSITIONS = "positions"
+"""Name of the pool that holds each row's logical position, int32 [num_head_pages, page_size]."""
+
+Encode = Callable[[jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
+"""(layer, k, v [..., num_kv_heads, head_dim]) -> rows of each payload array {name: [..., num_kv_heads, ...]}."""
+
 LoadTile = Callable[[Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
 """(payload tiles {name: [..., rows, ...]}, layer) -> keys and values [..., rows, head_dim] in the compute dtype."""
 
@@ -78,6 +84,24 @@ class PageView(NamedTuple):
         entries = jax.lax.dynamic_slice_in_dim(self.table[:, 0], first_column, num_columns, axis=1)
         return entries * (self.stride // self.num_heads) + self.offset[0] // self.num_heads
 
+    def places(self, num_new: jax.Array, chunk: int, page_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Where new rows go, after the first `lengths` ones.
+
+        Args:
+          num_new: int32 [batch].
+          chunk: places for each sequence; those past `num_new` are on the null page.
+          page_size: rows of a page.
+
+        Returns:
+          int32 head-pages [batch, chunk, kv_heads] and offsets [batch, chunk, heads or 1]; bool valid [batch, chunk].
+        """
+        step = jnp.arange(chunk, dtype=jnp.int32)
+        index = self.lengths[:, :, None] + step[None, None, :]
+        valid = step[None, :] < num_new[:, None]
+        columns = jnp.minimum(index // page_size, self.table.shape[2] - 1)
+        head_pages = self.pages_at(columns).swapaxes(1, 2)
+        return jnp.where(valid[:, :, None], head_pages, 0), (index % page_size).swapaxes(1, 2), valid
+
     def pages_at(self, columns: jax.Array) -> jax.Array:
         """int32 [batch, kv_heads, n] head-pages of `columns` [batch, kv_heads or 1, n]."""
         heads = max(columns.shape[1], self.table.shape[1])
@@ -111,6 +135,8 @@ def load_block(
 def gather_rows(pool: jax.Array, head_pages: jax.Array) -> jax.Array:
     """[num_head_pages, page_size, ...] and ids [batch, heads, columns] -> [batch, heads, columns * page_size, ...]."""
     batch, heads, columns = head_pages.shape
-    # A page as one long row: a CPU copies it in one go instead of row by row.
-    tile = pool.reshape(pool.shape[0], -1).at[head_pages].get(mode="promise_in_bounds")
+    # A page as one long row: a CPU copies it in one go instead of row by row. A TPU would have to copy the whole pool,
+    # whose tiles hold eight rows of a page.
+    pages = pool if platform() == "tpu" else pool.reshape(pool.shape[0], -1)
+    tile = pages.at[head_pages].get(mode="promise_in_bounds")
     return tile.reshape(batch, heads, columns * pool.shape[1], *pool.shape[2:])

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.layout import LoadTile, Pools, trim_rows
+from sparsejax.pallas_kernels.layout import Encode, LoadTile, Pools, trim_rows, widen_rows
 
 PLAIN, ROW_SCALED = "plain", "row_scaled"
 CODES = jnp.float8_e4m3fn
@@ -62,6 +62,46 @@ def recognise(
     if any(result.dtype != dtype for result in jax.eval_shape(load_tile, tiles, layer)):
         return None
     return layout if _expressions(load_tile, tiles, layer) == wanted else None
+
+
+def _encode_plain(layer, k, v, dtype):
+    return {"k": widen_rows(k.astype(dtype)), "v": widen_rows(v.astype(dtype))}
+
+
+def _encode_row_scaled(layer, k, v, dtype):
+    largest = float(jnp.finfo(CODES).max)
+
+    def scale(x):
+        return jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(-1) / largest, 1e-30)
+
+    def codes(x, scale):
+        return jnp.clip(x.astype(jnp.float32) / scale[..., None], -largest, largest).astype(CODES)
+
+    k_scale, v_scale = scale(k), scale(v)
+    rows = {"k": codes(k, k_scale), "v": codes(v, v_scale), "k_scale": k_scale, "v_scale": v_scale}
+    return {name: widen_rows(row) if row.dtype == CODES else row for name, row in rows.items()}
+
+
+_ENCODERS = {
+    ("k", "v"): (PLAIN, _encode_plain),
+    ("k", "k_scale", "v", "v_scale"): (ROW_SCALED, _encode_row_scaled),
+}
+
+
+def recognise_encoder(encode: Encode, pools: Pools, dtype: jax.typing.DTypeLike, head_dim: int) -> str | None:
+    """The layout whose encoding equals `encode` for keys and values of `dtype`, or None; layouts as in `recognise`."""
+    row = jax.ShapeDtypeStruct((1, 1, 1, head_dim), jnp.dtype(dtype))
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    rows = jax.eval_shape(encode, layer, row, row)
+    if (known := _ENCODERS.get(tuple(sorted(rows)))) is None:
+        return None
+    layout, function = known
+    if any(pools[name].shape[2:] != row.shape[3:] or pools[name].dtype != row.dtype for name, row in rows.items()):
+        return None
+    if layout == ROW_SCALED and rows["k"].dtype != CODES:
+        return None  # bits of codes, as CPUs hold them
+    wanted = _expressions(lambda layer, k, v: function(layer, k, v, dtype), layer, row, row)
+    return layout if _expressions(encode, layer, row, row) == wanted else None
 
 
 def _expressions(function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -13,15 +13,13 @@ from sparsejax.arrays import ArraySpec, tree_empty, tree_nbytes
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import Method
-from sparsejax.pallas_kernels.layout import PageView
+from sparsejax.pallas_kernels.layout import POSITIONS, PageView
 from sparsejax.storage import Storage
 
 MAX_BIAS = 256
 MAX_STOP_IDS = 32
 IN_PROMPT = 1 << 30
 """Bit of `KVState.counts` that marks tokens of the prompt; the bits below count generated ones."""
-
-POSITIONS = "positions"
 
 
 class KVState(struct.PyTreeNode):

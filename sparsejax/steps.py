@@ -22,12 +22,13 @@ import numpy as np
 from sparsejax.geometry import Geometry
 from sparsejax.method import EvictContext, Method, Phase, SelectContext, Written
 from sparsejax.models.registry import get_architecture
-from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.models.spec import ModelSpec, Stream, Weights
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.layout import PageView
+from sparsejax.pallas_kernels.heads import Heads
+from sparsejax.pallas_kernels.layout import POSITIONS, PageView
 from sparsejax.sampling import StepOutputs, sample_rows
 from sparsejax.sampling import greedy_inputs as greedy_inputs
-from sparsejax.state import IN_PROMPT, POSITIONS, KVState, layer_view
+from sparsejax.state import IN_PROMPT, KVState, layer_view
 from sparsejax.storage import Storage
 
 
@@ -129,36 +130,21 @@ def _load_tile(statics: Statics):
     return functools.partial(statics.storage.load_tile, statics.storage.params, statics.geometry)
 
 
-def _write(
-    statics: Statics,
-    phase: str,
-    layer: jax.Array,
-    batch: Batch,
-    cache: Cache,
-    view: PageView,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> Cache:
-    """Appends k and v [batch, chunk, kv_heads, head_dim] after the rows of `view`, and tells the method."""
+def _append(
+    statics: Statics, phase: str, layer: jax.Array, batch: Batch, cache: Cache, view: PageView, heads: Heads
+) -> tuple[jax.Array, Cache]:
+    """Stores new rows after those of `view` and tells the method; returns queries [batch, chunk, q_heads, head_dim]."""
     geometry, storage, method = statics.geometry, statics.storage, statics.method
-    chunk = k.shape[1]
-    step = jnp.arange(chunk, dtype=jnp.int32)
-    index = view.lengths[:, :, None] + step[None, None, :]
-    valid = step[None, :] < batch.num_new[:, None]
-    columns = jnp.minimum(index // geometry.page_size, geometry.max_pages - 1)
-    head_pages = view.pages_at(columns).swapaxes(1, 2)  # [batch, chunk, kv_heads]
-    head_pages = jnp.where(valid[:, :, None], head_pages, 0)
-    offsets = (index % geometry.page_size).swapaxes(1, 2)
-    payload = storage.encode(storage.params, geometry, layer, k, v)
-    pools = {name: cache.pools[name].at[head_pages, offsets].set(rows) for name, rows in payload.items()}
-    positions = jnp.broadcast_to(batch.positions[:, :, None], head_pages.shape)
-    pools[POSITIONS] = cache.pools[POSITIONS].at[head_pages, offsets].set(positions)
+    encode = functools.partial(storage.encode, storage.params, geometry)
+    what = {"num_new": batch.num_new, "positions": batch.positions, "encode": encode, "layer": layer}
+    q, k, v, pools = api.append(heads, cache.pools, view, **what, implementation=statics.implementation)
     cache = cache._replace(pools=pools)
     if method.on_write is None:
-        return cache
+        return q, cache
+    head_pages, offsets, valid = view.places(batch.num_new, q.shape[1], geometry.page_size)
     # Aux is computed from what attention will read back, so that rebuilding it from pages gives the same.
-    tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in payload.items()}
+    # It is encoded again rather than read from the pool, which XLA would copy to be read between two updates.
+    tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in encode(layer, k, v).items()}
     stored, _ = _load_tile(statics)(tiles, layer)
     written = Written(
         phase="token" if phase == "decode" else "chunk",
@@ -173,7 +159,7 @@ def _write(
         num_valid=batch.num_new,
     )
     page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
-    return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
+    return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "role", "phase"))
@@ -183,27 +169,30 @@ def _layer(
     phase: str,
     layer: jax.Array,
     weights: Weights,
-    x: jax.Array,
+    stream: Stream,
     batch: Batch,
     cache: Cache,
     carry: Any,
-) -> tuple[jax.Array, Cache, Any]:
-    """One layer of a decode step (x [batch, hidden]) or a prefill chunk (x [batch, chunk, hidden])."""
+) -> tuple[Stream, Cache, Any]:
+    """One layer of a decode step (hidden states [batch, hidden]) or a prefill chunk ([batch, chunk, hidden])."""
     geometry, method = statics.geometry, statics.method
     view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
     box: dict[str, Any] = {"cache": cache, "carry": carry}
     attention = {"load_tile": _load_tile(statics), "layer": layer, "scale": geometry.scale}
     attention["implementation"] = statics.implementation
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(heads: Heads) -> jax.Array:
         decoding = phase == "decode"
-        many = (q[:, None], k[:, None], v[:, None]) if decoding else (q, k, v)
-        cache = box["cache"] = _write(statics, phase, layer, batch, box["cache"], view, *many)
+        if decoding:
+            heads = heads._replace(qkv=heads.qkv[:, None], cos=heads.cos[:, None], sin=heads.sin[:, None])
+        q, cache = _append(statics, phase, layer, batch, box["cache"], view, heads)
+        box["cache"] = cache
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
         names = _payload_names(cache)
         if not decoding:
             out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
             return out
+        q = q[:, 0]
         if method.select is not None:
             context = SelectContext(
                 geometry, role, layer, q, grown, cache.page_aux, box["carry"], statics.implementation
@@ -214,18 +203,19 @@ def _layer(
         return out
 
     positions = batch.positions[:, 0] if phase == "decode" else batch.positions
-    x = get_architecture(statics.spec.architecture).layer(statics.spec, weights, x, positions, attend)
-    return x, box["cache"], box["carry"]
+    model = get_architecture(statics.spec.architecture)
+    stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation)
+    return stream, box["cache"], box["carry"]
 
 
-def _layers(statics: Statics, phase: str, weights: Weights, x: jax.Array, batch: Batch, cache: Cache):
+def _layers(statics: Statics, phase: str, weights: Weights, stream: Stream, batch: Batch, cache: Cache):
     carry = None
     for layer, role in enumerate(statics.method.roles(statics.geometry.num_layers)):
         with jax.named_scope(f"layer_{layer}"):
-            x, cache, carry = _layer(
-                statics, role, phase, jnp.int32(layer), weights["layers"][layer], x, batch, cache, carry
+            stream, cache, carry = _layer(
+                statics, role, phase, jnp.int32(layer), weights["layers"][layer], stream, batch, cache, carry
             )
-    return x, cache
+    return stream, cache
 
 
 def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
@@ -257,9 +247,9 @@ def decode_logits(
     tokens = jnp.where(forced >= 0, forced, state.last_tokens[rows])
     table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
     batch = Batch(rows, table, start, live, state.positions[rows][:, None])
-    x = get_architecture(statics.spec.architecture).embed(statics.spec, weights, tokens)
+    model = get_architecture(statics.spec.architecture)
     cache = Cache(state.pools, state.page_aux, state.row_aux)
-    x, cache = _layers(statics, "decode", weights, x, batch, cache)
+    stream, cache = _layers(statics, "decode", weights, model.embed(statics.spec, weights, tokens), batch, cache)
     state = state.replace(
         pools=cache.pools,
         page_aux=cache.page_aux,
@@ -267,7 +257,7 @@ def decode_logits(
         lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].add(live[None, None, :])},
         positions=state.positions.at[rows].add(live),
     )
-    return state, get_architecture(statics.spec.architecture).logits(statics.spec, weights, x)
+    return state, model.logits(statics.spec, weights, stream, statics.implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
@@ -294,10 +284,11 @@ def prefill_logits(
     position = state.positions[rows] * again
     step = jnp.arange(chunk, dtype=jnp.int32)
     batch = Batch(rows, state.tables[name][:, :, rows], start, num_new, position[:, None] + step[None, :])
-    x = get_architecture(statics.spec.architecture).embed(statics.spec, weights, tokens)
+    model = get_architecture(statics.spec.architecture)
     cache = Cache(state.pools, state.page_aux, state.row_aux)
-    x, cache = _layers(statics, "prefill", weights, x, batch, cache)
-    last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
+    stream, cache = _layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    last = jnp.maximum(num_new - 1, 0)[:, None, None]
+    stream = jax.tree.map(lambda x: jnp.take_along_axis(x, last, axis=1)[:, 0], stream)
     seen = jnp.where(step[None, :] < num_new[:, None], rows[:, None], 0)
     counts = state.counts.at[rows].multiply(again[:, None])
     counts = counts.at[seen, tokens].set(counts[seen, tokens] | IN_PROMPT)
@@ -309,7 +300,7 @@ def prefill_logits(
         positions=state.positions.at[rows].set(position + num_new),
         counts=counts,
     )
-    return state, get_architecture(statics.spec.architecture).logits(statics.spec, weights, last)
+    return state, model.logits(statics.spec, weights, stream, statics.implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("mode",), donate_argnames=("state",))

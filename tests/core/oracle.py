@@ -11,6 +11,7 @@ import numpy as np
 from sparsejax.geometry import Geometry
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.pallas_kernels.heads import finish
 from sparsejax.storage import Storage
 from tests.core.harness import Session
 from tests.models.full_attention import dense_attention
@@ -22,7 +23,8 @@ def _forward(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Wei
     x, heads = architecture.embed(spec, weights, tokens), []
     for layer in range(spec.num_layers):
 
-        def attend(q, k, v, layer=layer):
+        def attend(projected, layer=layer):
+            q, k, v = finish(projected)
             payload = storage.encode(storage.params, geometry, jnp.int32(layer), k, v)
             tiles = {name: jnp.moveaxis(rows, 1, 0)[None] for name, rows in payload.items()}
             stored = storage.load_tile(storage.params, geometry, tiles, jnp.int32(layer))

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Weights
+from sparsejax.pallas_kernels.heads import Heads, finish
 
 
 def full_logits(spec: ModelSpec, weights: Weights, tokens, mask=None) -> jax.Array:
@@ -46,8 +47,8 @@ def _full_logits(spec: ModelSpec, weights: Weights, tokens: jax.Array, mask: jax
     for index in range(spec.num_layers):
         allowed = causal[None] if mask is None else jnp.logical_and(causal[None], mask[index])
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, allowed: jax.Array = allowed) -> jax.Array:
-            return dense_attention(q, k, v, allowed, spec.head_dim**-0.5)
+        def attend(heads: Heads, allowed: jax.Array = allowed) -> jax.Array:
+            return dense_attention(*finish(heads), allowed, spec.head_dim**-0.5)
 
         x = architecture.layer(spec, weights["layers"][index], x, positions, attend)
     return architecture.logits(spec, weights, x)

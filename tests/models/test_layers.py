@@ -16,7 +16,8 @@ from sparsejax.errors import LoadError
 from sparsejax.models import layers
 from sparsejax.models.load.dummy import dummy_names, dummy_spec, dummy_weights
 from sparsejax.models.registry import architecture_names, get_architecture, spec_from_config
-from sparsejax.models.spec import RopeSpec
+from sparsejax.models.spec import RopeSpec, Stream
+from sparsejax.pallas_kernels.heads import Heads, apply_rope, finish, rms_norm
 from tests.models.full_attention import full_logits
 
 LLAMA3 = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
@@ -77,7 +78,7 @@ def test_rope_depends_on_distance_only() -> None:
 
     def score(q_position: int, k_position: int) -> float:
         table = layers.rope_table(RopeSpec(), 32, jnp.asarray([q_position, k_position], jnp.int32))
-        rotated = layers.apply_rope(jnp.stack([q, k]), table)
+        rotated = apply_rope(jnp.stack([q, k]), table)
         return float(jnp.vdot(rotated[0], rotated[1]))
 
     assert score(105, 100) == pytest.approx(score(5, 0), abs=1e-4)
@@ -90,7 +91,7 @@ def test_rms_norm_computes_in_float32(dtype: str) -> None:
     weight = jnp.asarray(np.random.default_rng(1).normal(1, 0.2, 64), dtype)
     x64, weight64 = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     expected = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-5) * weight64
-    got = layers.rms_norm(x, weight, 1e-5)
+    got = rms_norm(x, weight, 1e-5)
     assert got.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2e-6 if dtype == "float32" else 2**-8)
 
@@ -104,16 +105,17 @@ def test_layer_keeps_shape_and_dtype_for_any_leading_axes(name: str, dtype: str,
     weights = jax.tree.map(lambda array: array.abstract(), architecture.weight_specs(spec), is_leaf=is_spec)
     seen = []
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(heads: Heads) -> jax.Array:
+        q, k, v = finish(heads)
         seen.append((q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype))
         return q
 
     tokens = jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32))
     x = jax.eval_shape(lambda w, tokens: architecture.embed(spec, w, tokens), weights, tokens)
-    assert (x.shape, x.dtype) == ((*shape, spec.hidden_size), jnp.dtype(dtype))
+    assert {(leaf.shape, leaf.dtype) for leaf in x} == {((*shape, spec.hidden_size), jnp.dtype(dtype))}
     layer = functools.partial(architecture.layer, spec, attend=attend)
     y = jax.eval_shape(layer, weights["layers"][0], x, tokens)
-    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert [(leaf.shape, leaf.dtype) for leaf in y] == [(leaf.shape, leaf.dtype) for leaf in x]
     q_shape, kv_shape = (*shape, spec.num_q_heads, spec.head_dim), (*shape, spec.num_kv_heads, spec.head_dim)
     assert seen == [(q_shape, kv_shape, kv_shape, *[jnp.dtype(dtype)] * 3)]
     logits = jax.eval_shape(lambda w, y: architecture.logits(spec, w, y), weights, y)
@@ -149,7 +151,7 @@ def test_parameter_count_of_known_models() -> None:
 def test_tied_logits_read_the_embedding_as_it_lies() -> None:
     spec = dummy_spec("tiny-qwen2", "float32")
     weights = dummy_weights(spec)
-    x = jnp.ones((4, spec.hidden_size))
+    x = Stream(*jnp.ones((2, 4, spec.hidden_size)))
     architecture = get_architecture(spec.architecture)
     compiled = jax.jit(architecture.logits, static_argnums=0).lower(spec, weights, x).compile().as_text()
     assert f"transpose(f32[{spec.vocab_size},{spec.hidden_size}]" not in compiled.replace("%", "")
