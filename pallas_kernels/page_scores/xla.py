@@ -29,7 +29,7 @@ def page_scores(q: jax.Array, page_min: jax.Array, page_max: jax.Array, view: Pa
 
     def load(bounds: jax.Array, i: jax.Array) -> tuple[jax.Array, str]:
         """Bounds of a block of columns, and their axes."""
-        slabs = None if on_gpu else view.slabs(i * columns, columns)
+        slabs = view.slabs(i * columns, columns) if platform() == "cpu" else None
         if slabs is None:
             return bounds.at[view.head_pages(i * columns, columns)].get(mode="promise_in_bounds"), "bhnd"
         # Summaries are short: fetched for all heads at once, they take a CPU less than half the time.
