@@ -129,6 +129,21 @@ def test_sparse_attention(tmp_path):
 
 
 @pytest.mark.slow
+def test_eviction_cost(tmp_path):
+    size = ("--context", 512, "--keep", 128, "--heads", 2, "--dim", 64, "--layers", 2, "--page", 16)
+    found = run("eviction_cost", tmp_path, *size, "--rounds", 2, "--xla", "--no-device-times")
+    for name in ("auto", "xla"):
+        choosing, moving = found[name]["choosing"], found[name]["moving"]
+        assert set(choosing) == {"lse", "mass", "logits", "choice", "quiet"}
+        assert choosing["logits"]["bytes"] == 512 * 2 * 64 * 2
+        # Keys, values and positions of 2 heads, read and written.
+        assert moving["move"]["bytes"] == 2 * 128 * 2 * (64 * 4 + 4)
+        both = choosing["lse"]["bytes"] + choosing["mass"]["bytes"] + moving["move"]["bytes"]
+        assert moving["compaction, probability"]["bytes"] == both
+        assert found[name]["all_layers_logits_s"] > 0
+
+
+@pytest.mark.slow
 def test_perplexity(tiny, tmp_path):
     size = ("--windows", 2, "--window-tokens", 64)
     found = run("perplexity", tmp_path, "--model", tiny, "--load-format", "dummy", *size, "--budgets", 32)
