@@ -90,6 +90,7 @@ def load_model(
     Raises:
       LoadError: what is wrong with which file or flag, and what to do.
     """
+    from sparsejax.models import weight_layout
     from sparsejax.models.load import tokenizer as tokenizers
 
     template = tokenizers.read_chat_template(chat_template) if chat_template else None
@@ -128,7 +129,7 @@ def load_model(
     if made is None:
         assert tokenizer is not None
         made = tokenizers.load_tokenizer(tokenizer, offline=offline, chat_template=template)
-    return LoadedModel(source.name, spec, weights, made, generation, source.path)
+    return LoadedModel(source.name, spec, weight_layout.place(weights), made, generation, source.path)
 
 
 def resolve_dtype(dtype: str | None) -> str:
