@@ -1,4 +1,4 @@
-"""The selection kernel compiled for NVIDIA GPUs. Needs triton and no GPU."""
+"""The selection kernel compiled (triton) and lowered (jax-triton, JAX's CUDA plugin) for GPUs on any machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sparsejax.pallas_kernels import triton_support
 from sparsejax.pallas_kernels.layout import PageView
 from sparsejax.pallas_kernels.select_pages import triton_gpu
 
@@ -55,3 +56,22 @@ def test_compiles_and_holds_its_scores_in_registers(columns, num_scored, page, o
     usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "STACK:0" in usage
     assert "LOCAL:0" in usage
+
+
+@pytest.mark.skipif(triton_support.import_problem() is not None, reason="needs jax-triton and JAX's CUDA plugin")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_lowers(own, shared):
+    def run(scores, table, lengths, offset):
+        view = PageView(table, 8, offset, lengths)
+        config = triton_gpu.default_config(scores.shape[2])
+        chosen = triton_gpu.launch(scores, view, 31, 40, 2560, 64, shared, config, compute_capability=90)
+        return chosen.table, chosen.lengths
+
+    heads = 8 if own else 1
+    shapes = [(16, heads, 2048), (16, heads), (8,)]
+    integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    lowered = jax.jit(run).trace(jax.ShapeDtypeStruct((16, 8, 2048), jnp.float32), *integers)
+    lowered = lowered.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@triton_kernel_call") == 1
+    assert [result.shape for result in lowered.out_info] == [(16, 8, 40), (16, 8)]
