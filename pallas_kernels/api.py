@@ -146,7 +146,8 @@ def _note(operation: str, name: str, reasons: tuple[str, ...]) -> None:
     if made.get(name) == reasons:
         return
     made[name] = reasons
-    level = logging.WARNING if reasons and platform() in ("gpu", "tpu") else logging.INFO
+    slow = platform() == "gpu" or (platform() == "tpu" and name == "xla")
+    level = logging.WARNING if reasons and slow else logging.INFO
     log.log(level, "%s: %s%s", operation, name, f" ({'; '.join(reasons)})" if reasons else "")
 
 
