@@ -177,7 +177,7 @@ def score_sides(prompt: Prompt, implementation: str, config: Any = None) -> Side
     }
 
 
-def choice_side(prompt: Prompt) -> Sides:
+def choice_side(prompt: Prompt, implementation: str) -> Sides:
     import jax
     import jax.numpy as jnp
 
@@ -188,7 +188,9 @@ def choice_side(prompt: Prompt) -> Sides:
     scores = jax.random.normal(jax.random.key(5), (a.layers, 1, width), jnp.float32)
 
     def run(scores):
-        return jax.lax.map(lambda one: snapkv.choose_rows(params, one, jnp.int32(a.context), a.keep, 1), scores)
+        return jax.lax.map(
+            lambda one: snapkv.choose_rows(params, one, jnp.int32(a.context), a.keep, 1, implementation), scores
+        )
 
     return {"choice": (timed(run, (scores,), a.layers), a.layers)}
 
@@ -315,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, Any] = {}
     for name in [arguments.implementation, *(["xla"] if arguments.xla else [])]:
         # Programs that donate the pools come last: the others hold on to those they were given.
-        sides = score_sides(prompt, name) | choice_side(prompt)
+        sides = score_sides(prompt, name) | choice_side(prompt, name)
         nbytes = dict.fromkeys(sides, prompt.key_bytes) | {"choice": prompt.score_bytes}
         title = f"{kilo(arguments.keep)} of {kilo(arguments.context)} rows, {name}"
         first = judge(f"{title}: choosing", sides, nbytes, "logits", bandwidth, arguments)

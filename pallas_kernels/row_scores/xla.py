@@ -91,14 +91,17 @@ def _fold(
     block = columns * page_size
     view = pad_columns(view, columns)
     batch, queries, q_heads, dim = q.shape
-    query = q.astype(jnp.float32).reshape(batch, queries, view.num_heads, q_heads // view.num_heads, dim)
+    group = q_heads // view.num_heads
+    query = q.astype(jnp.float32).reshape(batch, queries, view.num_heads, group, dim)
+    query = query.transpose(0, 2, 3, 1, 4).reshape(batch, view.num_heads, group * queries, dim)
     num_blocks = (limit.max() + block - 1) // block
 
     def body(carry):
         i, inner = carry
         keys, _ = load_block(pools, names, view.head_pages(i * columns, columns), load_tile, layer)
         precision = jax.lax.Precision.HIGHEST
-        logits = jnp.einsum("bqhgd,bhsd->bhgqs", query, keys.astype(jnp.float32), precision=precision)
+        logits = jnp.einsum("bhqd,bhsd->bhqs", query, keys.astype(jnp.float32), precision=precision)
+        logits = logits.reshape(batch, view.num_heads, group, queries, block)
         row = i * block + jnp.arange(block, dtype=jnp.int32)
         seen = row[None, None, None, None, :] < limit[:, :, None, :, None]
         return i + 1, step(inner, row, logits * scale, seen)

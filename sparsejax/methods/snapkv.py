@@ -26,6 +26,7 @@ from sparsejax.method import (
     knob,
 )
 from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.layout import explicit_view
 
 QUERIES = "snapkv_queries"
 log = logging.getLogger("sparsejax.methods")
@@ -114,7 +115,7 @@ def keep_rows(params: Params, context: EvictContext) -> jax.Array:
     in_window = query_positions > last - jnp.minimum(context.observed, window)
     kernel = params.pool_kernel_size if context.phase == "prompt" else 1
     scores = score_rows(params, context, context.row_aux[QUERIES], query_positions, in_window)
-    return choose_rows(params, scores, context.length, context.kept, kernel)
+    return choose_rows(params, scores, context.length, context.kept, kernel, context.implementation)
 
 
 def score_rows(
@@ -166,7 +167,9 @@ def pool_scores(scores: jax.Array, kernel: int, pool_type: str) -> jax.Array:
     return jax.lax.reduce_window(scores, 0.0, jax.lax.add, window, strides, "SAME") / kernel
 
 
-def choose_rows(params: Params, scores: jax.Array, length: jax.Array, kept: int, kernel: int) -> jax.Array:
+def choose_rows(
+    params: Params, scores: jax.Array, length: jax.Array, kept: int, kernel: int, implementation: str | None = None
+) -> jax.Array:
     """int32 [1 or kv_heads, kept] ascending: sinks, best candidates (ties to the lower row), recent rows."""
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     first, end = params.sink_keep_tokens, length - params.recent_keep_tokens
@@ -176,10 +179,13 @@ def choose_rows(params: Params, scores: jax.Array, length: jax.Array, kept: int,
         pooled = pool_scores(jnp.where(candidate[None], scores, neutral), kernel, params.pool_type)
     else:
         pooled = scores
-    pooled = jnp.where(candidate[None], pooled + 0.0, jnp.inf)
-    pooled = jnp.where(index[None] < length, pooled, -jnp.inf)
-    _, rows = jax.lax.top_k(pooled, kept)
-    return jnp.sort(rows.astype(jnp.int32), axis=-1)
+    pooled = jnp.where(candidate[None], pooled, jnp.inf)
+    # Rows as pages of one row, behind them one more that is chosen anyway: the last page always is.
+    pooled = jnp.pad(pooled, ((0, 0), (0, 1)))[None]
+    table = jnp.broadcast_to(jnp.arange(pooled.shape[2], dtype=jnp.int32)[None, None], pooled.shape)
+    view = explicit_view(table, jnp.full((1, 1), length + 1, jnp.int32))
+    sizes = {"num_scored": kept, "width": kept + 1, "budget": 0, "page_size": 1}
+    return api.select_pages(pooled, view, **sizes, implementation=implementation).table[0, :, :kept]
 
 
 def build(params: Params) -> Method:
