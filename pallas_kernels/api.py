@@ -27,6 +27,8 @@ from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
+from sparsejax.pallas_kernels.page_bounds import triton_gpu as _bounds_triton
+from sparsejax.pallas_kernels.page_bounds import xla as _bounds_xla
 from sparsejax.pallas_kernels.page_scores import mosaic_tpu as _scores_tpu
 from sparsejax.pallas_kernels.page_scores import triton_gpu as _scores_triton
 from sparsejax.pallas_kernels.page_scores import xla as _scores_xla
@@ -50,6 +52,7 @@ __all__ = [
     "expected",
     "merge",
     "move_rows",
+    "page_bounds",
     "page_scores",
     "platform",
     "prefill_attention",
@@ -67,6 +70,7 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "attention_lse": {"triton": _rows_triton, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "xla": _rows_xla},
     "move_rows": {"triton": _move_triton, "xla": _move_xla},
+    "page_bounds": {"triton": _bounds_triton, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
     "select_pages": {"triton": _select_triton, "xla": _select_xla},
 }
@@ -354,6 +358,38 @@ def move_rows(
     """
     module = _choose("move_rows", implementation, pools)
     return module.move_rows(pools, rows, source, target)
+
+
+def page_bounds(
+    page_min: jax.Array,
+    page_max: jax.Array,
+    keys: jax.Array,
+    head_pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    num_valid: jax.Array,
+    page_size: int,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Widens the element-wise bounds of pages by rows that were written to them.
+
+    A row at offset 0 opens its page: it overwrites what the bounds held, so freed pages need no clearing. The rows of a
+    sequence are consecutive.
+
+    Args:
+      page_min, page_max: [num_head_pages, head_dim]; updated in place where they are donated.
+      keys: [batch, rows, kv_heads, head_dim].
+      head_pages: int32 [batch, rows, kv_heads].
+      offsets: int32 [batch, rows, heads or 1], row within its page.
+      num_valid: int32 [batch]: the first rows that count; the others are on the null page, which has no bounds.
+      page_size: rows of a page.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      page_min and page_max.
+    """
+    module = _choose("page_bounds", implementation, page_min, page_max, keys)
+    return module.page_bounds(page_min, page_max, keys, head_pages, offsets, num_valid, page_size)
 
 
 def page_scores(

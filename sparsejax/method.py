@@ -58,6 +58,7 @@ class Written(NamedTuple):
       offsets: int32 [batch, count, kv_heads or 1] row index within the page. Offset 0 means the page is new.
       valid: bool [batch, count].
       num_valid: int32 [batch]: the first `num_valid` rows are the valid ones.
+      implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
 
     phase: Literal["chunk", "token", "pack"]
@@ -70,6 +71,7 @@ class Written(NamedTuple):
     offsets: jax.Array
     valid: jax.Array
     num_valid: jax.Array
+    implementation: str | None = None
 
 
 class Selection(NamedTuple):

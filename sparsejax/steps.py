@@ -157,6 +157,7 @@ def _append(
         offsets=offsets,
         valid=valid,
         num_valid=batch.num_new,
+        implementation=statics.implementation,
     )
     page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
     return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
@@ -433,6 +434,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             offsets=offsets.swapaxes(1, 2),
             valid=jnp.ones((1, kept), bool),
             num_valid=jnp.full((1,), kept, jnp.int32),
+            implementation=statics.implementation,
         )
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
         return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import Aux, AuxSpec, Method, SelectContext, Selection, Written, choice_param, integer_param, knob
@@ -60,19 +58,16 @@ def role(params: Params, layer: int) -> str:
 
 
 def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    """Offset 0 of a page overwrites its bounds, any other offset merges; so freed pages need no clearing."""
-    keys = written.keys
-    offsets = jnp.broadcast_to(written.offsets, written.head_pages.shape)
-    # Rows that don't open a page "reset" the null page, which nobody scores.
-    opened = jnp.where(offsets == 0, written.head_pages, 0)
-    low, high = page_aux[MIN], page_aux[MAX]
-    if written.phase == "token":  # one row per page: no two updates meet, a gather and a set do
-        new = (offsets == 0)[..., None]
-        low = low.at[written.head_pages].set(jnp.where(new, keys, jnp.minimum(low[written.head_pages], keys)))
-        high = high.at[written.head_pages].set(jnp.where(new, keys, jnp.maximum(high[written.head_pages], keys)))
-    else:
-        low = low.at[opened].set(jnp.inf).at[written.head_pages].min(keys)
-        high = high.at[opened].set(-jnp.inf).at[written.head_pages].max(keys)
+    low, high = api.page_bounds(
+        page_aux[MIN],
+        page_aux[MAX],
+        written.keys,
+        written.head_pages,
+        written.offsets,
+        num_valid=written.num_valid,
+        page_size=geometry.page_size,
+        implementation=written.implementation,
+    )
     return {**page_aux, MIN: low, MAX: high}, row_aux
 
 
