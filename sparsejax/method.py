@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry, Granularity
-from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, gather_rows, load_block, pad_columns
+from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
 
 Phase = Literal["chunk", "prompt", "token"]
 """What was just finished: a prompt chunk that is not the last, the whole prompt, or one decoded token."""
@@ -108,7 +107,7 @@ class EvictContext(NamedTuple):
       length: int32 scalar, rows before.
       observed: int32 scalar, tokens processed in this phase since it began or since the last compaction.
       next_position: int32 scalar, logical position of the next token.
-      pools, names, load_tile: the stored rows; read them with `sparsejax.method.fold_rows`.
+      pools, names, load_tile: the stored rows, as the operations of `pallas_kernels.api` take them.
       row_aux: this request's and layer's per-row arrays.
       implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
@@ -236,38 +235,6 @@ class Method:
 
     def aux_specs(self, geometry: Geometry) -> dict[str, AuxSpec]:
         return self.aux(self.params, geometry)
-
-
-def fold_rows(
-    context: EvictContext,
-    step: Callable[[Any, jax.Array, jax.Array, jax.Array], Any],
-    init: Any,
-    block_rows: int = 512,
-) -> Any:
-    """Folds over a request's resident keys, block by block, as far as its rows go.
-
-    Args:
-      context: the request.
-      step: (carry, index int32 [rows], keys [kv_heads, rows, head_dim], positions int32 [kv_heads, rows]) -> carry.
-        Rows with index >= `context.length` are padding.
-      init: first carry.
-      block_rows: rows per block, rounded down to whole pages.
-    """
-    page_size = context.geometry.page_size
-    columns = max(1, min(block_rows // page_size, context.view.table.shape[2]))
-    block = columns * page_size
-    view = pad_columns(context.view, columns)
-
-    def body(carry):
-        i, inner = carry
-        pages = view.head_pages(i * columns, columns)
-        keys, _ = load_block(context.pools, context.names, pages, context.load_tile, context.layer)
-        positions = gather_rows(context.pools["positions"], pages)
-        index = i * block + jnp.arange(block, dtype=jnp.int32)
-        return i + 1, step(inner, index, keys[0], positions[0])
-
-    num_blocks = (context.length + block - 1) // block
-    return jax.lax.while_loop(lambda carry: carry[0] < num_blocks, body, (jnp.int32(0), init))[1]
 
 
 def integer_param(name: str, value: object, low: int) -> None:
