@@ -110,18 +110,12 @@ CHECKS = (
 
 LAUNCHES: tuple[dict[str, Any], ...] = (
     {},
-    {"turns": False},
-    {"overlap": False},
-    {"pinned": True},
-    {"sharers": 2},
-    {"sharers": 2, "pinned": True},
-    {"sharers": 2, "stages": 3},
+    {"sharers": 1},
     {"stages": 3},
     {"registers": 240, "copy_registers": 24},
     {"cache_bytes": 8 << 20},
     {"cache_bytes": 1 << 30},
     {"block_rows": 64, "stages": 4},
-    {"block_rows": 64, "stages": 6},
     {"block_rows": 192},
 )
 """What `--sweep` tries instead of the defaults of `mosaic_gpu.Config`."""

@@ -33,9 +33,6 @@ class Config:
       stages: steps whose keys and values are in shared memory at once.
       registers, copy_registers: of a thread of the warpgroups that compute, and of the one that copies.
       cache_bytes: keys and values that the order of the blocks counts on the L2 cache to hold.
-      overlap: whether a step's exponentials run beside the product with values of the step before, of one warpgroup.
-      turns: whether the warpgroups take turns in issuing products.
-      pinned: whether exponentials must be done before the values of the step before are waited for.
       sharers: blocks of one KV head with the same queries that share copies (a cluster), if there are as many.
     """
 
@@ -44,10 +41,7 @@ class Config:
     registers: int = 232
     copy_registers: int = 40
     cache_bytes: int = 32 << 20
-    overlap: bool = True
-    turns: bool = True
-    pinned: bool = False
-    sharers: int = 1
+    sharers: int = 2
 
 
 def default_config(head_dim: int) -> Config:

@@ -244,14 +244,6 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
     def slot_of(step):
         return lax.rem(step, jnp.int32(p.config.stages))
 
-    def wait_turn():
-        if p.config.turns:
-            plgpu.barrier_wait(shared.turn.at[warpgroup])
-
-    def end_turn():
-        if p.config.turns:
-            plgpu.barrier_arrive(shared.turn.at[other])
-
     def mask(logits, step):
         shape = logits.shape
         query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
@@ -265,14 +257,12 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
 
         def run(logits):
             plgpu.barrier_wait(shared.k_full.at[slot])
-            wait_turn()
-            if values and not p.config.overlap:
-                values()
+            plgpu.barrier_wait(shared.turn.at[warpgroup])
             plgpu.wgmma(logits, q_smem, shared.k_smem.at[slot].transpose((1, 0)))
-            if values and p.config.overlap:
+            if values:
                 values()
-            end_turn()
-            return plgpu.wgmma_accumulator_load(logits, wait_n=1 if values and p.config.overlap else 0)
+            plgpu.barrier_arrive(shared.turn.at[other])
+            return plgpu.wgmma_accumulator_load(logits, wait_n=1 if values else 0)
 
         found = pl.run_scoped(run, plgpu.ACC((WARPGROUP_QUERIES, p.config.block_rows), jnp.float32))
         plgpu.barrier_arrive(shared.k_free.at[slot])
@@ -288,8 +278,7 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
 
     @pl.when(warpgroup == COMPUTE_WARPGROUPS - 1)
     def _():
-        if p.config.turns:
-            plgpu.barrier_arrive(shared.turn.at[0])
+        plgpu.barrier_arrive(shared.turn.at[0])
 
     weights, total, peak = weigh(mask(products(jnp.int32(0)), jnp.int32(0)), None)
     weights = weights.astype(q_smem.dtype)
@@ -309,8 +298,8 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
             new_weights, new_total, new_peak = weigh(logits, peak)
             decay = jnp.exp2(peak - new_peak)
             total = total * decay + new_total
-            if p.config.pinned:
-                new_weights, total, new_peak, decay = lax.optimization_barrier((new_weights, total, new_peak, decay))
+            # Exponentials before the wait for the values of the step before, not after it.
+            new_weights, total, new_peak, decay = lax.optimization_barrier((new_weights, total, new_peak, decay))
             done = acc[...]
             plgpu.barrier_arrive(shared.v_free.at[before])
             acc[...] = done * lax.broadcast_in_dim(decay, done.shape, [0])

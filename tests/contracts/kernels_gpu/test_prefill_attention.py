@@ -126,10 +126,8 @@ def test_matches_oracle_and_reads_nothing_else(shape, chunks):
 @pytest.mark.parametrize(
     "config",
     [
-        mosaic_gpu.Config(turns=False),
-        mosaic_gpu.Config(overlap=False),
-        mosaic_gpu.Config(stages=3, pinned=True),
-        mosaic_gpu.Config(sharers=2),
+        mosaic_gpu.Config(stages=3),
+        mosaic_gpu.Config(sharers=1),
         mosaic_gpu.Config(block_rows=64, stages=4),
     ],
     ids=str,

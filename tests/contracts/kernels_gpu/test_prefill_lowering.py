@@ -92,10 +92,8 @@ def test_lowers_for_cuda(fields):
 @pytest.mark.parametrize(
     "config",
     [
-        mosaic_gpu.Config(turns=False),
-        mosaic_gpu.Config(overlap=False),
-        mosaic_gpu.Config(stages=3, pinned=True),
-        mosaic_gpu.Config(sharers=2),
+        mosaic_gpu.Config(stages=3),
+        mosaic_gpu.Config(sharers=1),
         mosaic_gpu.Config(block_rows=64, stages=4),
     ],
     ids=str,
