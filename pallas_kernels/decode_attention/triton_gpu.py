@@ -121,6 +121,15 @@ def decode_attention(
     return launch(q, pools, view, scaled, scale, config, num_multiprocessors())
 
 
+def cut_at_rows(programs: int, rows: int) -> int:
+    """At most `programs`, and so many that shares of equally long rows begin and end with rows, if that wastes little.
+
+    A program that goes from one row to the next starts its loads anew.
+    """
+    fitting = programs // rows * rows if rows <= programs else -(-rows // -(-rows // programs))
+    return fitting if fitting >= 0.9 * programs else programs
+
+
 def launch(
     q: jax.Array,
     pools: Pools,
@@ -146,6 +155,7 @@ def launch(
     most_blocks = -(-columns * page_size // block)  # of a row that fills the table
     # Each program takes ceil(blocks / programs) blocks, so more programs than these would find nothing to do.
     programs = min(num_cores * config.programs_per_core, -(-batch * heads * most_blocks // least_blocks))
+    programs = cut_at_rows(programs, batch * heads)
     slots = programs + batch * heads
     common: dict[str, Any] = {
         "HEADS": heads,

@@ -48,6 +48,24 @@ def decode(tile, dtype: tl.constexpr):
 
 
 @triton.jit
+def rows_of(columns, place, valid, stride, head_offset, PAGE: tl.constexpr):
+    """Stored rows, int64, at logical places."""
+    page = tl.load(columns + place // PAGE, mask=valid, other=0).to(tl.int64) * stride + head_offset
+    return page * PAGE + place % PAGE
+
+
+@triton.jit
+def load_codes(k, v, k_scale, v_scale, source, valid, lane, DIM: tl.constexpr):
+    """Codes and scales of keys and values of a block of rows."""
+    tile = source[:, None] * DIM + lane[None, :]
+    key_codes = tl.load(k + tile, mask=valid[:, None], other=0.0)
+    key_scale = tl.load(k_scale + source, mask=valid, other=0.0)
+    value_codes = tl.load(v + tile, mask=valid[:, None], other=0.0)
+    value_scale = tl.load(v_scale + source, mask=valid, other=0.0)
+    return key_codes, key_scale, value_codes, value_scale
+
+
+@triton.jit
 def attend_kernel(
     q,
     k,
@@ -112,27 +130,55 @@ def attend_kernel(
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         out = tl.zeros([GROUP_PAD, DIM], tl.float32)
-        for block in tl.range(first, last):
-            place = block * BLOCK + tl.arange(0, BLOCK)
-            valid = place < length
-            page = tl.load(columns + place // PAGE, mask=valid, other=0).to(tl.int64) * stride + head_offset
-            source = page * PAGE + place % PAGE
-            tile = source[:, None] * DIM + lane[None, :]
-            keys = decode(tl.load(k + tile, mask=valid[:, None], other=0.0), query.dtype)
-            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
-            if SCALED:
-                logits *= tl.load(k_scale + source, mask=valid, other=0.0)[None, :]
-            logits = tl.where(valid[None, :], logits, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
-            weights = tl.exp2(logits - new_peak[:, None])
-            decay = tl.exp2(peak - new_peak)
-            peak = new_peak
-            total = total * decay + tl.sum(weights, 1)
-            if SCALED:
-                weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :]
-            values = decode(tl.load(v + tile, mask=valid[:, None], other=0.0), query.dtype)
-            out = out * decay[:, None]
-            out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
+        if SCALED:
+            # Triton runs loads ahead only where a product reads them as they are. Codes are decoded first, so here the
+            # rows of the next block are asked for before those of this one are used, and their page before that.
+            end_row = tl.minimum(length, last * BLOCK)
+            place = first * BLOCK + tl.arange(0, BLOCK)
+            source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
+            valid = place < end_row
+            key_codes, key_scale, value_codes, value_scale = load_codes(
+                k, v, k_scale, v_scale, source, valid, lane, DIM
+            )
+            place += BLOCK
+            source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
+            for _ in tl.range(first, last, num_stages=1):
+                next_valid = place < end_row
+                next_key_codes, next_key_scale, next_value_codes, next_value_scale = load_codes(
+                    k, v, k_scale, v_scale, source, next_valid, lane, DIM
+                )
+                place += BLOCK
+                source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
+                logits = tl.dot(query, tl.trans(decode(key_codes, query.dtype)), input_precision=PRECISION)
+                logits = tl.where(valid[None, :], logits * (SCALE * LOG2E) * key_scale[None, :], float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
+                weights = tl.exp2(logits - new_peak[:, None])
+                decay = tl.exp2(peak - new_peak)
+                peak = new_peak
+                total = total * decay + tl.sum(weights, 1)
+                weights = (weights * value_scale[None, :]).to(query.dtype)
+                values = decode(value_codes, query.dtype)
+                out = tl.dot(weights, values, out * decay[:, None], input_precision=PRECISION)
+                key_codes, key_scale = next_key_codes, next_key_scale
+                value_codes, value_scale = next_value_codes, next_value_scale
+                valid = next_valid
+        else:
+            for block in tl.range(first, last):
+                place = block * BLOCK + tl.arange(0, BLOCK)
+                valid = place < length
+                source = rows_of(columns, place, valid, stride, head_offset, PAGE)
+                tile = source[:, None] * DIM + lane[None, :]
+                keys = tl.load(k + tile, mask=valid[:, None], other=0.0)
+                logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
+                logits = tl.where(valid[None, :], logits, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
+                weights = tl.exp2(logits - new_peak[:, None])
+                decay = tl.exp2(peak - new_peak)
+                peak = new_peak
+                total = total * decay + tl.sum(weights, 1)
+                values = tl.load(v + tile, mask=valid[:, None], other=0.0)
+                out = out * decay[:, None]
+                out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
 
         slot = program + line_row
         parts = part_out + slot.to(tl.int64) * GROUP * DIM
