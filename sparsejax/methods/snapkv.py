@@ -184,8 +184,10 @@ def choose_rows(
     pooled = jnp.pad(pooled, ((0, 0), (0, 1)))[None]
     table = jnp.broadcast_to(jnp.arange(pooled.shape[2], dtype=jnp.int32)[None, None], pooled.shape)
     view = explicit_view(table, jnp.full((1, 1), length + 1, jnp.int32))
-    sizes = {"num_scored": kept, "width": kept + 1, "budget": 0, "page_size": 1}
-    return api.select_pages(pooled, view, **sizes, implementation=implementation).table[0, :, :kept]
+    chosen = api.select_pages(
+        pooled, view, num_scored=kept, width=kept + 1, budget=0, page_size=1, implementation=implementation
+    )
+    return chosen.table[0, :, :kept]
 
 
 def build(params: Params) -> Method:
