@@ -120,7 +120,10 @@ def _graph(run: Callable[[], Any], calls: int) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         out = run()
 
+    kept = run, out  # the graph reads what they hold, and torch would give that memory away
+
     def measure() -> float:
+        assert kept
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -128,7 +131,6 @@ def _graph(run: Callable[[], Any], calls: int) -> Callable[[], float]:
             graph.replay()
         end.record()
         end.synchronize()
-        assert out is not None  # the graph's result, kept alive with it
         return start.elapsed_time(end) / 1e3 / (3 * calls)
 
     return measure

@@ -121,11 +121,13 @@ def decode_attention(
     return launch(q, pools, view, scaled, scale, config, num_multiprocessors())
 
 
-def cut_at_rows(programs: int, rows: int) -> int:
-    """At most `programs`, and so many that shares of equally long rows begin and end with rows, if that wastes little.
+def cut_at_rows(programs: int, rows: int, spare: int) -> int:
+    """About as many programs, so that shares of equally long rows begin and end with rows, if that wastes little.
 
-    A program that goes from one row to the next starts its loads anew.
+    A program that goes from one row to the next starts its loads anew. `spare` more programs than asked for also do.
     """
+    if programs < rows <= programs + spare:
+        return rows
     fitting = programs // rows * rows if rows <= programs else -(-rows // -(-rows // programs))
     return fitting if fitting >= 0.9 * programs else programs
 
@@ -155,7 +157,7 @@ def launch(
     most_blocks = -(-columns * page_size // block)  # of a row that fills the table
     # Each program takes ceil(blocks / programs) blocks, so more programs than these would find nothing to do.
     programs = min(num_cores * config.programs_per_core, -(-batch * heads * most_blocks // least_blocks))
-    programs = cut_at_rows(programs, batch * heads)
+    programs = cut_at_rows(programs, batch * heads, num_cores)
     slots = programs + batch * heads
     common: dict[str, Any] = {
         "HEADS": heads,

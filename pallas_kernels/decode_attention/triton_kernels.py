@@ -17,6 +17,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+VALUE_SCALE = tl.constexpr(256.0)
+"""Keeps weights times the scales of 8-bit values in the range of float16."""
 
 
 @triton.jit
@@ -45,24 +47,6 @@ def decode(tile, dtype: tl.constexpr):
     if tile.dtype == tl.uint8:
         tile = tile.to(tl.float8e4nv, bitcast=True)
     return tile.to(dtype)
-
-
-@triton.jit
-def rows_of(columns, place, valid, stride, head_offset, PAGE: tl.constexpr):
-    """Stored rows, int64, at logical places."""
-    page = tl.load(columns + place // PAGE, mask=valid, other=0).to(tl.int64) * stride + head_offset
-    return page * PAGE + place % PAGE
-
-
-@triton.jit
-def load_codes(k, v, k_scale, v_scale, source, valid, lane, DIM: tl.constexpr):
-    """Codes and scales of keys and values of a block of rows."""
-    tile = source[:, None] * DIM + lane[None, :]
-    key_codes = tl.load(k + tile, mask=valid[:, None], other=0.0)
-    key_scale = tl.load(k_scale + source, mask=valid, other=0.0)
-    value_codes = tl.load(v + tile, mask=valid[:, None], other=0.0)
-    value_scale = tl.load(v_scale + source, mask=valid, other=0.0)
-    return key_codes, key_scale, value_codes, value_scale
 
 
 @triton.jit
@@ -97,6 +81,8 @@ def attend_kernel(
 ):
     """One share of the line of blocks. Grid (programs,), at most PROGRAMS.
 
+    Codes are 8-bit floats, which float16 holds exactly and a GPU widens to it twice as fast as to bfloat16.
+
     q [batch, HEADS * GROUP, DIM]; k, v [head pages, PAGE, DIM]; k_scale, v_scale [head pages, PAGE], read if SCALED;
     table [batch, TABLE_HEADS, COLUMNS]; lengths [ENTRIES], of rows (HEADS_PER_ENTRY = HEADS) or of rows and heads (1);
     offset [HEADS]; part_out [slots, GROUP, DIM] and part_lse [slots, GROUP] (base 2), float32.
@@ -127,61 +113,37 @@ def attend_kernel(
         columns = table + (row.to(tl.int64) * TABLE_HEADS + (head if TABLE_HEADS > 1 else 0)) * COLUMNS
         queries = q + line_row * GROUP * DIM
         query = tl.load(queries + member[:, None] * DIM + lane[None, :], mask=real[:, None], other=0.0)
+        if SCALED and query.dtype == tl.bfloat16:
+            query = query.to(tl.float16)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         out = tl.zeros([GROUP_PAD, DIM], tl.float32)
-        if SCALED:
-            # Triton runs loads ahead only where a product reads them as they are. Codes are decoded first, so here the
-            # rows of the next block are asked for before those of this one are used, and their page before that.
-            end_row = tl.minimum(length, last * BLOCK)
-            place = first * BLOCK + tl.arange(0, BLOCK)
-            source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
-            valid = place < end_row
-            key_codes, key_scale, value_codes, value_scale = load_codes(
-                k, v, k_scale, v_scale, source, valid, lane, DIM
-            )
-            place += BLOCK
-            source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
-            for _ in tl.range(first, last, num_stages=1):
-                next_valid = place < end_row
-                next_key_codes, next_key_scale, next_value_codes, next_value_scale = load_codes(
-                    k, v, k_scale, v_scale, source, next_valid, lane, DIM
-                )
-                place += BLOCK
-                source = rows_of(columns, place, place < end_row, stride, head_offset, PAGE)
-                logits = tl.dot(query, tl.trans(decode(key_codes, query.dtype)), input_precision=PRECISION)
-                logits = tl.where(valid[None, :], logits * (SCALE * LOG2E) * key_scale[None, :], float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
-                weights = tl.exp2(logits - new_peak[:, None])
-                decay = tl.exp2(peak - new_peak)
-                peak = new_peak
-                total = total * decay + tl.sum(weights, 1)
-                weights = (weights * value_scale[None, :]).to(query.dtype)
-                values = decode(value_codes, query.dtype)
-                out = tl.dot(weights, values, out * decay[:, None], input_precision=PRECISION)
-                key_codes, key_scale = next_key_codes, next_key_scale
-                value_codes, value_scale = next_value_codes, next_value_scale
-                valid = next_valid
-        else:
-            for block in tl.range(first, last):
-                place = block * BLOCK + tl.arange(0, BLOCK)
-                valid = place < length
-                source = rows_of(columns, place, valid, stride, head_offset, PAGE)
-                tile = source[:, None] * DIM + lane[None, :]
-                keys = tl.load(k + tile, mask=valid[:, None], other=0.0)
-                logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
-                logits = tl.where(valid[None, :], logits, float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
-                weights = tl.exp2(logits - new_peak[:, None])
-                decay = tl.exp2(peak - new_peak)
-                peak = new_peak
-                total = total * decay + tl.sum(weights, 1)
-                values = tl.load(v + tile, mask=valid[:, None], other=0.0)
-                out = out * decay[:, None]
-                out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
+        for block in tl.range(first, last):
+            place = block * BLOCK + tl.arange(0, BLOCK)
+            valid = place < length
+            page = tl.load(columns + place // PAGE, mask=valid, other=0).to(tl.int64) * stride + head_offset
+            source = page * PAGE + place % PAGE
+            tile = source[:, None] * DIM + lane[None, :]
+            keys = decode(tl.load(k + tile, mask=valid[:, None], other=0.0), query.dtype)
+            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
+            if SCALED:
+                logits *= tl.load(k_scale + source, mask=valid, other=0.0)[None, :]
+            logits = tl.where(valid[None, :], logits, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
+            weights = tl.exp2(logits - new_peak[:, None])
+            decay = tl.exp2(peak - new_peak)
+            peak = new_peak
+            total = total * decay + tl.sum(weights, 1)
+            if SCALED:
+                weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :] * VALUE_SCALE
+            values = decode(tl.load(v + tile, mask=valid[:, None], other=0.0), query.dtype)
+            out = out * decay[:, None]
+            out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
 
         slot = program + line_row
         parts = part_out + slot.to(tl.int64) * GROUP * DIM
+        if SCALED:
+            out /= VALUE_SCALE
         tl.store(parts + member[:, None] * DIM + lane[None, :], out / total[:, None], mask=real[:, None])
         tl.store(part_lse + slot * GROUP + member, peak + tl.log2(total), mask=real)
         start += last - first
