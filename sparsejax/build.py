@@ -17,6 +17,7 @@ from sparsejax.metrics import EngineMetrics
 from sparsejax.models import load
 from sparsejax.models.load.default_model import cache_dir
 from sparsejax.plans import RunnerLimits
+from sparsejax.programs import compile_workers
 from sparsejax.runner import DeviceRunner
 from sparsejax.settings import EngineSettings
 
@@ -123,12 +124,18 @@ def compile_programs(runner: DeviceRunner, precompile: str, report: Report) -> N
     if precompile == "none":
         programs = []
     elif precompile == "lazy":
-        programs = programs[:1] + [p for p in programs if p[0].startswith("prefill")][:1]
-    for done, (name, compile_one) in enumerate(programs):
-        report(Progress("compile", done, len(programs), "programs", name))
-        compile_one()
+        programs = programs[:1] + [p for p in programs if p.name == "prefill"][:1]
+    left = [program.label for program in programs]
+
+    def tell() -> None:
+        # The first that is not done is under way, alone or beside others.
+        report(Progress("compile", len(programs) - len(left), len(programs), "programs", next(iter(left), "")))
+
     if programs:
-        report(Progress("compile", len(programs), len(programs), "programs"))
+        tell()
+    for compiled in runner.compile(programs, compile_workers()):
+        left.remove(compiled.program.label)
+        tell()
     if precompile == "all":
         runner.seal()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from sparsejax.plans import (
     StepResult,
     SwappedRow,
 )
+from sparsejax.programs import Compiled, Program, compile_all, compile_one
 from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, StepOutputs, greedy_inputs
 from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
 from sparsejax.storage import Storage
@@ -156,60 +156,91 @@ class DeviceRunner:
 
     # Programs
 
-    def _program(
-        self, name: str, key: Hashable, jitted: Any, args: Callable[[], tuple], static: dict[str, Any]
-    ) -> Callable[..., Any]:
-        """The compiled program of `key`; `args` gives arguments of the right shapes if it must be compiled."""
-        program = self._programs.get(key)
-        if program is not None:
-            return program
-        if self._sealed:
-            self.num_late_compiles += 1
-            if self._fail_on_retrace:
-                raise LateCompileError(f"{name} {key} was compiled after start-up")
-            log.warning("compiling %s after start-up", name)
-        start = time.perf_counter()
-        program = jitted.lower(*args(), **static).compile()
-        self._programs[key] = program
-        self._on_compile(name, time.perf_counter() - start)
-        return program
+    def _program(self, key: Hashable, describe: Callable[[], Program]) -> Callable[..., Any]:
+        """The compiled program of `key`; compiled now, as `describe` says, if it must be."""
+        call = self._programs.get(key)
+        if call is None:
+            program = describe()
+            self._check_late(program)
+            call = self._keep(compile_one(program)).call
+        return call
 
-    def _run(self, name: str, key: Hashable, jitted: Any, args: tuple, **static: Any) -> Any:
-        """Calls the program of `key`, which is compiled for `args` if there is none."""
-        return self._program(name, key, jitted, lambda: args, static)(*args)
+    def _check_late(self, program: Program) -> None:
+        if not self._sealed:
+            return
+        self.num_late_compiles += 1
+        if self._fail_on_retrace:
+            raise LateCompileError(f"{program.label} was compiled after start-up")
+        log.warning("compiling %s after start-up", program.label)
+
+    def _keep(self, compiled: Compiled) -> Compiled:
+        self._programs[compiled.program.key] = compiled.call
+        self._on_compile(compiled.program.name, compiled.lower_s + compiled.compile_s)
+        return compiled
+
+    def compile(self, programs: Iterable[Program], workers: int = 1) -> Iterator[Compiled]:
+        """Compiles those of `programs` that are not there yet, `workers` at once, and gives each as it is done.
+
+        Only while no step is submitted: programs are described by the state as it is.
+        """
+
+        def missing() -> Iterator[Program]:
+            for program in programs:
+                if program.key not in self._programs:
+                    self._check_late(program)
+                    yield program
+
+        yield from map(self._keep, compile_all(missing(), workers))
 
     def seal(self) -> None:
         """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
         self._sealed = True
 
-    def programs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(name, compile it) for every program that serving needs, most needed first."""
+    def programs(self) -> Iterator[Program]:
+        """Every program that serving needs, most needed first."""
         for name, method in self._methods.items():
             for bucket in self._limits.decode_buckets:
-                yield f"decode[{name} rows={bucket}]", functools.partial(self._decode_program, name, bucket)
+                yield self._describe_decode(name, bucket)
             for bucket in self._limits.prefill_buckets:
-                label = f"prefill[{name} rows={bucket[0]} tokens={bucket[1]}]"
-                yield label, functools.partial(self._prefill_program, name, bucket)
+                yield self._describe_prefill(name, bucket)
             if method.evicts:
                 for phase, kept in sorted(self._compactions(method)):
-                    label = f"maintain[{name} {phase} keep={kept}]"
-                    yield label, functools.partial(self._maintain_program, name, phase, kept)
+                    yield self._describe_maintain(name, phase, kept)
         sizes = {*self._limits.decode_buckets, *(size for size, _ in self._limits.prefill_buckets)}
         for size in sorted(sizes):
             for mode in self._sampling_modes:
-                yield f"sample[rows={size} mode={mode}]", functools.partial(self._sample_program, size, mode)
-        yield "rows", self._compile_row_programs
+                yield self._describe_sample(size, mode)
+        # Methods of one granularity share the programs that set up, fork, swap out and restore rows.
+        rows = (program for name in self._methods for program in self._describe_rows(name))
+        yield from {program.key: program for program in rows}.values()
 
-    def _compile_row_programs(self) -> None:
-        """The small programs that set up, fork, swap out and restore rows: run on null rows and pages."""
-        for name in self._methods:
-            layers, heads = self._limits.geometry.table_shape(self._methods[name].granularity)
-            self.setup_row(0, (), ())
-            nothing = np.zeros((0, 4), np.int32)
-            self.fork(name, ForkRow(0, 0, nothing, ((0, 0),)))
-            pages = np.zeros((layers, heads, 1), np.int32)
-            self.import_row(name, 0, pages, self.export_row(name, 0, pages))
-        self._pending_exports.clear()
+    def _describe_rows(self, name: str) -> Iterator[Program]:
+        row = np.int32(0)
+        yield self._describe("setup_row", None, transfers.setup_row, row, *_setup((), ()))
+        block = np.zeros(self._limits.geometry.head_pages_per_sequence_page, np.int32)
+        yield self._describe("copy_pages", None, transfers.copy_pages, block, block)
+        yield self._describe("fork_row", name, transfers.fork_row, row, row, self._fork_updates(name, 0, None))
+        yield self._describe("export_row_state", name, transfers.export_row_state, row)
+        (ids,) = self._blocks(block)
+        yield self._describe("export_rows", None, transfers.export_rows, ids)
+        pages = jax.eval_shape(transfers.export_rows, self.state, ids)
+        yield self._describe("import_rows", None, transfers.import_rows, ids, pages)
+        export = functools.partial(transfers.export_row_state, granularity=self._methods[name].granularity.value)
+        row_state, table = jax.eval_shape(export, self.state, row), self._whole_table(name, np.zeros((1, 1, 0)))
+        yield self._describe("import_row_state", name, transfers.import_row_state, row, row_state, table)
+
+    def _describe(self, name: str, method: str | None, function: Any, *args: Any) -> Program:
+        """A program that moves rows: `args` after the state; of the method's granularity, or of any if None."""
+        if method is None:
+            return Program(name, name, name, function, lambda: (self.state, *args))
+        granularity = self._methods[method].granularity.value
+        static, label = {"granularity": granularity}, f"{name}[{granularity}]"
+        return Program(name, (name, granularity), label, function, lambda: (self.state, *args), static)
+
+    def _run(self, name: str, method: str | None, function: Any, *args: Any) -> Any:
+        """Calls a program that moves rows (see `_describe`)."""
+        program = self._describe(name, method, function, *args)
+        return self._program(program.key, lambda: program)(self.state, *args)
 
     def _compactions(self, method: Method) -> set[tuple[str, int]]:
         """Every (phase, kept) that can occur."""
@@ -220,40 +251,54 @@ class DeviceRunner:
             found |= {(phase, int(count)) for count in np.unique(kept[kept != lengths])}
         return found
 
-    def _decode_program(self, name: str, bucket: int) -> Callable[..., Any]:
+    def _describe_decode(self, name: str, bucket: int) -> Program:
         def args() -> tuple:
             return self._statics[name], self.weights, self.state, *self._decode_inputs(name, [], bucket)
 
-        return self._program("decode", ("decode", name, bucket), steps.decode_logits, args, {})
+        label = f"decode[{name} rows={bucket}]"
+        return Program("decode", ("decode", name, bucket), label, steps.decode_logits, args)
 
-    def _prefill_program(self, name: str, bucket: tuple[int, int]) -> Callable[..., Any]:
+    def _decode_program(self, name: str, bucket: int) -> Callable[..., Any]:
+        return self._program(("decode", name, bucket), lambda: self._describe_decode(name, bucket))
+
+    def _describe_prefill(self, name: str, bucket: tuple[int, int]) -> Program:
         def args() -> tuple:
             return self._statics[name], self.weights, self.state, *self._prefill_inputs(name, [], bucket)
 
-        return self._program("prefill", ("prefill", name, bucket), steps.prefill_logits, args, {})
+        label = f"prefill[{name} rows={bucket[0]} tokens={bucket[1]}]"
+        return Program("prefill", ("prefill", name, bucket), label, steps.prefill_logits, args)
+
+    def _prefill_program(self, name: str, bucket: tuple[int, int]) -> Callable[..., Any]:
+        return self._program(("prefill", name, bucket), lambda: self._describe_prefill(name, bucket))
 
     @functools.cached_property
     def _sampling_modes(self) -> tuple[int | None, ...]:
         """`mode` of the sampling programs. A CPU branches for nothing, so there one program serves every batch."""
         return (None,) if jax.default_backend() == "cpu" else (GREEDY, SAMPLE, None)
 
-    def _sample_program(self, size: int, mode: int | None) -> Callable[..., Any]:
+    def _describe_sample(self, size: int, mode: int | None) -> Program:
         def args() -> tuple:
             logits = jax.ShapeDtypeStruct((size, self._limits.vocab_size), np.dtype(np.float32))
             return self.state, logits, np.zeros((size, 2), np.int32), *greedy_inputs(size)
 
-        return self._program("sample", ("sample", size, mode), steps.sample_step, args, {"mode": mode})
+        label = f"sample[rows={size} mode={mode}]"
+        return Program("sample", ("sample", size, mode), label, steps.sample_step, args, {"mode": mode})
 
-    def _maintain_program(self, name: str, phase: str, kept: int) -> Callable[..., Any]:
-        shape = self._limits.geometry.table_shape(self._methods[name].granularity)
-        pages = np.zeros((*shape, self._limits.geometry.pages(kept)), np.int32)
-        inputs = steps.MaintainInputs(np.int32(0), pages, np.int32(0))  # type: ignore[arg-type]
-        static = {"phase": phase, "kept": kept}
+    def _sample_program(self, size: int, mode: int | None) -> Callable[..., Any]:
+        return self._program(("sample", size, mode), lambda: self._describe_sample(size, mode))
 
+    def _describe_maintain(self, name: str, phase: str, kept: int) -> Program:
         def args() -> tuple:
+            shape = self._limits.geometry.table_shape(self._methods[name].granularity)
+            pages = np.zeros((*shape, self._limits.geometry.pages(kept)), np.int32)
+            inputs = steps.MaintainInputs(np.int32(0), pages, np.int32(0))  # type: ignore[arg-type]
             return self._statics[name], self.state, inputs
 
-        return self._program("maintain", ("maintain", name, phase, kept), steps.maintain_step, args, static)
+        label, static = f"maintain[{name} {phase} keep={kept}]", {"phase": phase, "kept": kept}
+        return Program("maintain", ("maintain", name, phase, kept), label, steps.maintain_step, args, static)
+
+    def _maintain_program(self, name: str, phase: str, kept: int) -> Callable[..., Any]:
+        return self._program(("maintain", name, phase, kept), lambda: self._describe_maintain(name, phase, kept))
 
     # Packing
 
@@ -326,13 +371,8 @@ class DeviceRunner:
     # Plans
 
     def setup_row(self, row: int, logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> None:
-        ids, values = np.zeros(MAX_BIAS, np.int32), np.zeros(MAX_BIAS, np.float32)
-        for i, (token, value) in enumerate(logit_bias):
-            ids[i], values[i] = token, value
-        stops = np.full(MAX_STOP_IDS, -1, np.int32)
-        stops[: len(stop_ids)] = stop_ids
-        args = (self.state, np.int32(row), ids, values, stops)
-        self.state = self._run("setup_row", "setup_row", transfers.setup_row, args)
+        inputs = _setup(logit_bias, stop_ids)
+        self.state = self._run("setup_row", None, transfers.setup_row, np.int32(row), *inputs)
 
     def decode(self, method: str, rows: list[DecodeRow]) -> StepTicket:
         bucket = next(size for size in self._limits.decode_buckets if size >= len(rows))
@@ -372,32 +412,23 @@ class DeviceRunner:
         if plan.copies:
             source, target = np.asarray(plan.copies, np.int32).T
             self._copy(self._head_pages(method, source), self._head_pages(method, target))
-        granularity = self._methods[method].granularity.value
-        width = self._tables_per_row(method) * self._limits.geometry.max_pages
-        updates = self._updates([(plan.target, plan.table_updates)], width)
-        args = (self.state, np.int32(plan.source), np.int32(plan.target), updates)
-        key = ("fork_row", granularity)
-        static = {"granularity": granularity}
-        self.state = self._run("fork_row", key, transfers.fork_row, args, **static)
+        args = np.int32(plan.source), np.int32(plan.target), self._fork_updates(method, plan.target, plan.table_updates)
+        self.state = self._run("fork_row", method, transfers.fork_row, *args)
+
+    def _fork_updates(self, method: str, row: int, table_updates: np.ndarray | None) -> np.ndarray:
+        return self._updates([(row, table_updates)], self._tables_per_row(method) * self._limits.geometry.max_pages)
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
         block = self._limits.geometry.head_pages_per_sequence_page
         for start in range(0, len(source), block):
             part = slice(start, start + block)
-            args = (self.state, _padded(source[part], block), _padded(target[part], block))
-            self.state = self._run("copy_pages", "copy_pages", transfers.copy_pages, args)
+            args = _padded(source[part], block), _padded(target[part], block)
+            self.state = self._run("copy_pages", None, transfers.copy_pages, *args)
 
     def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
-        granularity = self._methods[method].granularity
         head_pages = self._head_pages(method, pages[pages >= 0])
-        static = {"granularity": granularity.value}
-        args = (self.state, np.int32(row))
-        key = ("export_row_state", granularity)
-        row_state = self._run("export_row_state", key, transfers.export_row_state, args, **static)
-        blocks = [
-            self._run("export_rows", "export_rows", transfers.export_rows, (self.state, ids))
-            for ids in self._blocks(head_pages)
-        ]
+        row_state = self._run("export_row_state", method, transfers.export_row_state, np.int32(row))
+        blocks = [self._run("export_rows", None, transfers.export_rows, ids) for ids in self._blocks(head_pages)]
         exported = _Exported(row_state, blocks, len(head_pages))
         self._pending_exports.append(exported)
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported.arrays))
@@ -405,21 +436,21 @@ class DeviceRunner:
 
     def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
         exported: _Exported = swapped.payload
-        granularity = self._methods[method].granularity
-        geometry = self._limits.geometry
         head_pages = self._head_pages(method, pages[pages >= 0])
         if len(head_pages) != exported.num_head_pages:
             raise ValueError(f"row of {exported.num_head_pages} head-pages can't be restored into {len(head_pages)}")
         row_state, blocks = exported.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
-            args = (self.state, ids, block)
-            self.state = self._run("import_rows", "import_rows", transfers.import_rows, args)
-        table = np.zeros((*geometry.table_shape(granularity), geometry.max_pages), np.int32)
+            self.state = self._run("import_rows", None, transfers.import_rows, ids, block)
+        args = np.int32(row), row_state, self._whole_table(method, pages)
+        self.state = self._run("import_row_state", method, transfers.import_row_state, *args)
+
+    def _whole_table(self, method: str, pages: np.ndarray) -> np.ndarray:
+        """int32 [layers, heads, max_pages] of the pages [layers, heads, columns] of a row; -1 for none."""
+        geometry = self._limits.geometry
+        table = np.zeros((*geometry.table_shape(self._methods[method].granularity), geometry.max_pages), np.int32)
         table[:, :, : pages.shape[2]] = np.maximum(pages, 0)
-        args = (self.state, np.int32(row), row_state, table)
-        key = ("import_row_state", granularity)
-        static = {"granularity": granularity.value}
-        self.state = self._run("import_row_state", key, transfers.import_row_state, args, **static)
+        return table
 
     def _blocks(self, head_pages: np.ndarray) -> Iterator[np.ndarray]:
         size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
@@ -428,6 +459,16 @@ class DeviceRunner:
 
     def _settle_exports(self) -> None:
         self._pending_exports = [exported for exported in self._pending_exports if not exported.settle()]
+
+
+def _setup(logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """`bias_ids`, `bias_values` and `stop_ids` of `transfers.setup_row`."""
+    ids, values = np.zeros(MAX_BIAS, np.int32), np.zeros(MAX_BIAS, np.float32)
+    for i, (token, value) in enumerate(logit_bias):
+        ids[i], values[i] = token, value
+    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = stop_ids
+    return ids, values, stops
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -209,6 +209,18 @@ def test_serve_load_counts_failures(scripted):
 
 
 @pytest.mark.slow
+def test_warm_up(tmp_path):
+    size = ("--model", "tiny-qwen3", "--max-model-len", 64, "--max-num-seqs", 1, "--workers", 2)
+    found = run("warm_up", tmp_path, *size, "--only", "prefill*", "sample*")
+    labels = {"prefill[dense rows=1 tokens=32]", "prefill[dense rows=1 tokens=64]", "sample[rows=1 mode=None]"}
+    for start in (found["cold"], found["warm"]):
+        assert set(start["programs"]) == labels
+        assert all(entry["compile_s"] > 0 for entry in start["programs"].values())
+    cold, warm = (start["programs"]["sample[rows=1 mode=None]"]["compile_s"] for start in found.values())
+    assert warm < cold, "nothing was kept"
+
+
+@pytest.mark.slow
 def test_start_time(tmp_path):
     options = ("--warm-starts", 1, "--import-repeats", 1, "--", "--load-format", "dummy", "--max-model-len", 64)
     path = tmp_path / "start_time.json"

@@ -45,8 +45,8 @@ def runner() -> DeviceRunner:
         prefill_buckets=((4, 48),),
         fail_on_retrace=True,
     )
-    for _, compile_program in found.programs():
-        compile_program()
+    for _ in found.compile(found.programs(), 2):
+        pass
     found.seal()
     return found
 
@@ -145,6 +145,38 @@ def test_nothing_compiles_while_rows_cross_page_and_budget_boundaries(runner):
     runner.setup_row(2, ((5, 1.0),), (3,))
     assert compilations.count == 0
     assert runner.num_late_compiles == 0
+
+
+def test_each_program_is_described_and_compiled_once(runner):
+    programs = list(runner.programs())
+    assert len({program.key for program in programs}) == len({program.label for program in programs}) == len(programs)
+    assert list(runner.compile(programs, 2)) == []
+
+
+def test_compilations_are_counted_by_name():
+    counted = []
+    method, storage = registry.resolve("dense")
+    found = DeviceRunner(
+        TINY,
+        tiny_weights(TINY),
+        TINY.geometry(4, 16),
+        {"dense": method},
+        storage,
+        num_rows=1,
+        num_sequence_pages=5,
+        decode_buckets=(1,),
+        prefill_buckets=((1, 16),),
+        on_compile=lambda name, seconds: counted.append((name, seconds)),
+    )
+    done = list(found.compile((p for p in found.programs() if p.name != "prefill"), 2))
+    assert sorted(name for name, _ in counted) == sorted(compiled.program.name for compiled in done)
+    assert sum(seconds for _, seconds in counted) == pytest.approx(sum(one.lower_s + one.compile_s for one in done))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(found.state))
+    found.seal()
+    found.setup_row(1, (), ())
+    assert found.num_late_compiles == 0
+    assert [compiled.program.name for compiled in found.compile(found.programs())] == ["prefill"]
+    assert found.num_late_compiles == 1
 
 
 def test_a_late_compilation_is_an_error(runner):
