@@ -17,8 +17,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-VALUE_SCALE = tl.constexpr(256.0)
-"""Keeps weights times the scales of 8-bit values in the range of float16."""
 
 
 @triton.jit
@@ -81,8 +79,6 @@ def attend_kernel(
 ):
     """One share of the line of blocks. Grid (programs,), at most PROGRAMS.
 
-    Codes are 8-bit floats, which float16 holds exactly and a GPU widens to it twice as fast as to bfloat16.
-
     q [batch, HEADS * GROUP, DIM]; k, v [head pages, PAGE, DIM]; k_scale, v_scale [head pages, PAGE], read if SCALED;
     table [batch, TABLE_HEADS, COLUMNS]; lengths [ENTRIES], of rows (HEADS_PER_ENTRY = HEADS) or of rows and heads (1);
     offset [HEADS]; part_out [slots, GROUP, DIM] and part_lse [slots, GROUP] (base 2), float32.
@@ -113,8 +109,6 @@ def attend_kernel(
         columns = table + (row.to(tl.int64) * TABLE_HEADS + (head if TABLE_HEADS > 1 else 0)) * COLUMNS
         queries = q + line_row * GROUP * DIM
         query = tl.load(queries + member[:, None] * DIM + lane[None, :], mask=real[:, None], other=0.0)
-        if SCALED and query.dtype == tl.bfloat16:
-            query = query.to(tl.float16)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         out = tl.zeros([GROUP_PAD, DIM], tl.float32)
@@ -135,15 +129,13 @@ def attend_kernel(
             peak = new_peak
             total = total * decay + tl.sum(weights, 1)
             if SCALED:
-                weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :] * VALUE_SCALE
+                weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :]
             values = decode(tl.load(v + tile, mask=valid[:, None], other=0.0), query.dtype)
             out = out * decay[:, None]
             out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
 
         slot = program + line_row
         parts = part_out + slot.to(tl.int64) * GROUP * DIM
-        if SCALED:
-            out /= VALUE_SCALE
         tl.store(parts + member[:, None] * DIM + lane[None, :], out / total[:, None], mask=real[:, None])
         tl.store(part_lse + slot * GROUP + member, peak + tl.log2(total), mask=real)
         start += last - first
