@@ -13,7 +13,6 @@ measured in the same run (on a CPU: of sums), and at the nominal one of the card
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import pathlib
@@ -21,7 +20,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import bars, common, kernels, quiet, step_timing
@@ -68,26 +67,12 @@ def groups(cases: Sequence[Case], exact: bool = False) -> list[list[Case]]:
     return found
 
 
-@contextlib.contextmanager
-def profiled(folder: pathlib.Path) -> Iterator[None]:
-    """A trace of the device, without the calls of Python functions."""
-    import jax
-
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    jax.profiler.start_trace(str(folder), profiler_options=options)
-    try:
-        yield
-    finally:
-        jax.profiler.stop_trace()
-
-
 def profile(filled: Filled, case: Case, keep: pathlib.Path | None, show: bool) -> dict[str, Any]:
     """Traces `PROFILED_STEPS` steps into a folder of their own below `keep`; prints their kernels if `show`."""
     filled.rewind(case.method, case.batch)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or pathlib.Path(temporary)) / re.sub(r"[^a-z0-9]+", "_", str(case).lower())
-        with profiled(folder):
+        with kernels.profiled(folder):
             step_timing.take_steps(filled.runner, case.method, case.batch, PROFILED_STEPS - 1)
         if not show:
             return {}

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import common, step_timing
+from benchmarks import common, kernels, step_timing
 from benchmarks.decode_attention import kilo, random_rows, timed
-from benchmarks.sparse_attention import device_seconds, judge
+from benchmarks.sparse_attention import judge
 
 Sides = dict[str, tuple[Callable[[], float], int]]
 SWEEP = (
@@ -273,7 +273,7 @@ def sweep(prompt: Prompt, bandwidth: float) -> None:
             continue
         for name, (measure, calls) in sides.items():
             seconds = statistics.median(measure() for _ in range(5))
-            found.setdefault(name, []).append((device_seconds(measure, calls) or seconds, seconds, config))
+            found.setdefault(name, []).append((kernels.device_seconds(measure, calls) or seconds, seconds, config))
     for name, entries in found.items():
         for device, seconds, config in sorted(entries, key=lambda one: one[0]):
             times = f"device {device * 1e6:.1f} us, clock {seconds * 1e6:.1f} us"

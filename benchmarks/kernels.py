@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import common
@@ -237,6 +239,29 @@ def report_of(path: pathlib.Path, steps: int) -> tuple[Report | None, str]:
         return None, f"the trace has no kernels of a GPU (its planes: {', '.join(planes)})"
     report = analyse(*without_first_step(found, steps))
     return report, text(report)
+
+
+@contextlib.contextmanager
+def profiled(folder: pathlib.Path) -> Iterator[None]:
+    """A trace of the device, without the calls of Python functions."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()
+
+
+def device_seconds(measure: Callable[[], Any], calls: int) -> float | None:
+    """Seconds per call in which the GPU ran something, by a trace; None where there is no GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with profiled(pathlib.Path(folder)):
+            measure()
+        found, _ = device_kernels(load(pathlib.Path(folder)))
+    return analyse(found, 1).busy_s / (calls * max(3, 64 // calls)) if found else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,13 +21,11 @@ import gc
 import os
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import bars, common, kernels, quiet, step_timing
 from benchmarks.decode_attention import kilo, random_rows, timed
-from benchmarks.decode_step import profiled
 from benchmarks.peers import attention as peers
 
 LEAST_BYTES = 2e8
@@ -273,15 +271,6 @@ def gather_sides(case: Case, implementation: str) -> dict[str, tuple[Measure, in
     return sides
 
 
-def device_seconds(measure: Measure, calls: int) -> float | None:
-    """Seconds per call in which the GPU ran something, by a trace; None where there is no GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        with profiled(pathlib.Path(folder)):
-            measure()
-        found, _ = kernels.device_kernels(kernels.load(pathlib.Path(folder)))
-    return kernels.analyse(found, 1).busy_s / (calls * max(3, 64 // calls)) if found else None
-
-
 def judge(
     name: str,
     sides: dict[str, tuple[Measure, int]],
@@ -300,7 +289,7 @@ def judge(
         entry: dict[str, Any] = {"seconds": common.summary(samples)}
         calls = sides[side][1]
         if arguments.device_times and calls:
-            entry["device_s"] = device_seconds(sides[side][0], calls)
+            entry["device_s"] = kernels.device_seconds(sides[side][0], calls)
         if side in nbytes:
             floor = nbytes[side] / bandwidth
             entry |= {"bytes": nbytes[side], "floor_s": floor, "share_of_floor": floor / seconds}
@@ -369,7 +358,7 @@ def sweep(cases: dict[str, Case]) -> None:
                 print(f"{name} {config}: {type(error).__name__}", flush=True)
                 continue
             seconds = statistics.median(measure() for _ in range(5))
-            found.append((device_seconds(measure, calls) or seconds, seconds, config))
+            found.append((kernels.device_seconds(measure, calls) or seconds, seconds, config))
         for device, seconds, config in sorted(found, key=lambda one: one[0]):
             mark = " (default)" if config == default else ""
             print(f"{name}: device {device * 1e6:.2f} us, clock {seconds * 1e6:.2f} us, {config}{mark}", flush=True)
