@@ -18,6 +18,7 @@ import jax
 
 from sparsejax.pallas_kernels.add_rms_norm import triton_gpu as _norm_triton
 from sparsejax.pallas_kernels.add_rms_norm import xla as _norm_xla
+from sparsejax.pallas_kernels.append import mosaic_tpu as _append_tpu
 from sparsejax.pallas_kernels.append import triton_gpu as _append_triton
 from sparsejax.pallas_kernels.append import xla as _append_xla
 from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
@@ -64,7 +65,7 @@ log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "add_rms_norm": {"triton": _norm_triton, "xla": _norm_xla},
-    "append": {"triton": _append_triton, "xla": _append_xla},
+    "append": {"triton": _append_triton, "mosaic_tpu": _append_tpu, "xla": _append_xla},
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
     "attention_lse": {"triton": _rows_triton, "xla": _rows_xla},
