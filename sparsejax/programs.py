@@ -34,6 +34,7 @@ class Program:
       args: gives arguments of the right shapes, arrays or `jax.ShapeDtypeStruct`s. They are looked at, not used: a
         donated one stays valid.
       static: keyword arguments that are static.
+      options: options of XLA's compiler.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Program:
     function: Any
     args: Callable[[], tuple]
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _lower(program: Program) -> _Lowered:
 def _compile(lowered: _Lowered) -> Compiled:
     start = time.perf_counter()
     try:
-        call: jax.stages.Compiled = lowered.lowered.compile()
+        call: jax.stages.Compiled = lowered.lowered.compile(lowered.program.options or None)
     except Exception as error:
         error.add_note(f"while compiling {lowered.program.label}")
         raise
