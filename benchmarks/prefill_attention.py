@@ -213,11 +213,10 @@ def prepare(shape: Shape) -> Callable[..., Callable[[], float]]:
     return compiled
 
 
-def _normal(key: Any, size: tuple[int, ...]) -> Any:
+def _normal(key: Any, size: tuple[int, ...], dtype: str = "bfloat16") -> Any:
     import jax
-    import jax.numpy as jnp
 
-    return jax.jit(lambda key: jax.random.normal(key, size, jnp.bfloat16))(key)
+    return jax.jit(lambda key: jax.random.normal(key, size, dtype))(key)
 
 
 def timed(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], float]:
@@ -274,20 +273,20 @@ def torch_sdpa(shape: Shape) -> Callable[[], float]:
     return measure
 
 
-def matmul_flops_per_s() -> float:
-    """Of a bf16 product of two square matrices of random numbers, the median of seven measurements."""
+def matmul_flops_per_s(size: int = MATMUL, dtype: str = "bfloat16") -> float:
+    """Of a product of two square matrices of random numbers, the median of seven measurements."""
     import jax
 
-    a, b = (_normal(jax.random.key(i), (MATMUL, MATMUL)) for i in range(2))
+    a, b = (_normal(jax.random.key(i), (size, size), dtype) for i in range(2))
     calls = 8
 
     def products(a, b):
         for _ in range(calls):
-            a = a @ b * (MATMUL**-0.5)
+            a = a @ b * (size**-0.5)
         return a
 
     measure = timed(products, (a, b), calls)
-    return 2 * MATMUL**3 / statistics.median(measure() for _ in range(7))
+    return 2 * size**3 / statistics.median(measure() for _ in range(7))
 
 
 def sides(shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[], float]]:

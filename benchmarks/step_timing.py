@@ -321,6 +321,11 @@ def prepare(arguments: argparse.Namespace) -> None:
     page_size = MODELS[arguments.model].page_size
     if not 2 <= arguments.steps < page_size:
         raise SystemExit(f"--steps must be from 2 to {page_size - 1}: a row has one page of room")
+    reserve_memory()
+
+
+def reserve_memory() -> None:
+    """Lets JAX have most of a GPU's memory; before the device is first used."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 

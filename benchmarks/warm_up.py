@@ -73,6 +73,11 @@ def describe(arguments: argparse.Namespace) -> tuple[Any, list[Any]]:
     return runner, programs
 
 
+def temp_bytes(compiled: Any) -> int | None:
+    """Memory that a `Compiled` program needs beside its arguments and results; None if XLA does not say."""
+    return getattr(compiled.call.memory_analysis(), "temp_size_in_bytes", None)
+
+
 def compile_here(arguments: argparse.Namespace) -> dict[str, Any]:
     """Describes and compiles everything in this process."""
     from sparsejax.programs import compile_workers
@@ -83,12 +88,11 @@ def compile_here(arguments: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     found = {}
     for compiled in runner.compile(programs, workers):
-        memory = compiled.call.memory_analysis()  # type: ignore[attr-defined]
         found[compiled.program.label] = {
             "lower_s": compiled.lower_s,
             "compile_s": compiled.compile_s,
             "done_s": time.perf_counter() - start,
-            "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
+            "temp_bytes": temp_bytes(compiled),
         }
     end = time.perf_counter()
     return {

@@ -79,6 +79,19 @@ def test_decode_step(tmp_path):
 
 
 @pytest.mark.slow
+def test_prefill_step(tmp_path):
+    size = ("--model", "tiny", "--contexts", 32768, 57344, "--chunks", 8192, 16384, "--rounds", 2, "--kernels")
+    found = run("prefill_step", tmp_path, *size, "--plot", tmp_path / "prefill.svg", "--only", "256 *", "448 in 128")
+    assert set(found["cases"]) == {"256 in 64", "256 in 128", "448 in 128"}
+    for case in found["cases"].values():
+        assert case["seconds"]["samples"] == 2
+        assert case["over_floor"] == pytest.approx(case["seconds"]["median"] / case["floor_s"], rel=1e-3)
+        assert 0 < case["host_s"]["median"] <= case["seconds"]["median"]
+    flops = [found["cases"][name]["floor_flops"]["attention_flops"] for name in ("256 in 64", "448 in 128")]
+    assert flops[1] / flops[0] == pytest.approx(448 * 449 / (256 * 257), rel=1e-3)
+
+
+@pytest.mark.slow
 def test_capacity(tmp_path):
     only = ("dense L=1K", "snapkv 64 L=1K")
     size = ("--model", "tiny", "--memory-gib", 0.02, "--rounds", 1, "--prove")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bars, capacity, decode_step, filled_state, kernels, step_timing
+from benchmarks import bars, capacity, decode_step, filled_state, kernels, prefill_step, step_timing
 from sparsejax import registry
 from sparsejax.models.load import dummy
 
@@ -289,3 +289,30 @@ def test_methods_are_compared_with_dense_of_their_context():
 def test_kept_budgets_above_the_context_are_left_out():
     names = [str(case) for case in capacity.cases(step_timing.MODELS["qwen3-8b"], [8192])]
     assert names == ["dense L=8K", "snapkv 4K L=8K", "snapkv 2K L=8K", "quest 2K L=8K"]
+
+
+def test_a_prefill_must_multiply_every_weight_and_attend_to_what_is_seen():
+    from sparsejax.models.registry import get_architecture
+
+    spec = dummy.dummy_spec("tiny-qwen3", "float32")
+    specs = get_architecture(spec.architecture).weight_specs(spec)
+    matrices = [np.prod(array.shape) for layer in specs["layers"] for array in layer.values() if len(array.shape) > 1]
+    found = prefill_step.floor(spec, 5)
+    assert found.matmul_flops == 2 * 5 * sum(matrices) + 2 * spec.hidden_size * spec.vocab_size
+    seen = 1 + 2 + 3 + 4 + 5  # keys, for each of which two products of head_dim are made
+    assert found.attention_flops == spec.num_layers * spec.num_q_heads * seen * 2 * 2 * spec.head_dim
+
+
+def test_a_prompt_is_prefilled_whole_whatever_its_chunks():
+    spec = dummy.dummy_spec("tiny-qwen3", "float32")
+    cases = [prefill_step.Case(40, 16), prefill_step.Case(40, 32)]
+    prefills = prefill_step.Prefills(spec, dummy.dummy_weights(spec), cases, 8, None)
+    tokens = []
+    for case in (*cases, *cases):
+        timed = prefills.prompt(case)
+        assert 0 < timed.host_s <= timed.seconds
+        assert prefills.runner.state.positions.tolist() == [0, 40]
+        assert prefills.runner.state.lengths["sequence"].reshape(-1).tolist() == [0, 40]
+        tokens.append(int(prefills.runner.state.last_tokens[1]))
+    assert len(set(tokens)) == 1
+    assert prefills.runner.num_late_compiles == 0

@@ -39,7 +39,7 @@ class _Lowered:
     jitted: Jitted
     number: int
 
-    def compile(self):
+    def compile(self, options=None):
         self.jitted._compile(self.number)
         with self.jitted._lock:
             self.jitted.lowered -= 1
