@@ -16,12 +16,13 @@ import argparse
 import dataclasses
 import fnmatch
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import common, kernels, quiet
+from benchmarks import bars, common, kernels, quiet
 from benchmarks.peers import attention as peers
 
 Q_HEADS, HEADS, DIM = 32, 8, 128
@@ -230,6 +231,10 @@ def sweep(shapes: tuple[Shape, ...], bandwidth: float) -> None:
             print(f"{shape}: {seconds * 1e6:.1f} us, {share:.3f} of the floor, {config}", flush=True)
 
 
+def _is_side(entry: Any) -> bool:
+    return isinstance(entry, dict) and "bytes_per_s" in entry
+
+
 def main() -> None:
     parser = common.parser("decode_attention", (__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--implementation", default="auto", help="of ours")
@@ -238,7 +243,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11, help="measurements of each side, in turn")
     parser.add_argument("--only", nargs="+", default=["*"], help="shapes whose description matches one of these")
     parser.add_argument("--sweep", action="store_true", help="look for the best launch configuration instead")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.svg", help="draw the bandwidths")
     arguments = parser.parse_args()
+    bars.check(arguments.plot)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # peers need memory too
     run = common.Run("decode_attention", arguments)
     bandwidth = copy_bandwidth()
@@ -279,6 +286,13 @@ def main() -> None:
             print(*rows[-1], flush=True)
         result[str(shape)] = entry
     print(common.table(("shape", "side", "us", "device us", "TB/s", "of floor"), rows))
+    if arguments.plot:
+        names = list(dict.fromkeys(name for entry in result.values() for name in entry if _is_side(entry[name])))
+        series = {
+            name: [entry[name]["bytes_per_s"] / 1e12 if name in entry else 0.0 for entry in result.values()]
+            for name in names
+        }
+        bars.write(arguments.plot, "Decode attention of one layer", list(result), series, "TB/s")
     facts = common.device_facts() | {"q_heads": Q_HEADS, "kv_heads": HEADS, "head_dim": DIM, "dtype": "bfloat16"}
     run.finish({"copy_bytes_per_s": bandwidth, "shapes": result}, **facts)
 
