@@ -11,6 +11,7 @@ from sparsejax.pallas_kernels.specs import AttentionShape
 
 LAYERS = 2  # of the pools that kernels are compiled with
 CHUNK = 512  # queries of a prefill kernel
+WINDOW = 32  # queries of an observation window
 
 _rows = functools.partial(AttentionShape, dtype="bfloat16")
 SHAPES = (
@@ -256,6 +257,30 @@ def page_scores(shape: AttentionShape, sharding: Any) -> tuple[Any, tuple[Any, .
     return jax.jit(compute), (q, bounds, bounds, *arrays), {}
 
 
+def row_scores(operation: str, shape: AttentionShape, sharding: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What the last queries of one sequence think of its rows: attention mass, or the sums that it needs."""
+    import jax
+    import jax.numpy as jnp
+
+    from sparsejax.pallas_kernels import api
+    from sparsejax.pallas_kernels.layout import PageView
+
+    pools, arrays, stride, storage, geometry = paged(shape, sharding, 1)
+    load_tile = functools.partial(storage.load_tile, storage.params, geometry)
+
+    def compute(q: Any, pools: Any, table: Any, offset: Any, lengths: Any, limit: Any, lse: Any) -> Any:
+        view = PageView(table, stride, offset, lengths)
+        how = {"load_tile": load_tile, "layer": jnp.int32(0), "scale": shape.head_dim**-0.5}
+        options = {"lse": lse} if operation == "row_scores" else {}
+        names = tuple(pools)
+        return getattr(api, operation)(q, pools, names, view, limit, **options, **how, implementation="mosaic_tpu")
+
+    q = array((1, WINDOW, shape.num_q_heads, shape.head_dim), shape.dtype, sharding)
+    limit = array((1, 1, WINDOW), jnp.int32, sharding)
+    lse = array((1, WINDOW, shape.num_q_heads), jnp.float32, sharding)
+    return jax.jit(compute, keep_unused=True), (q, pools, *arrays, limit, lse), {}
+
+
 def append(chunk: int, shape: AttentionShape, sharding: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """New rows of a batch, or of one chunk."""
     import jax
@@ -286,6 +311,8 @@ BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     "append": {"append": functools.partial(append, 1), "append_chunk": functools.partial(append, CHUNK)},
     "decode_attention": {"decode_attention": functools.partial(attention, "decode_attention")},
     "prefill_attention": {"prefill_attention": functools.partial(attention, "prefill_attention")},
+    "attention_lse": {"attention_lse": functools.partial(row_scores, "attention_lse")},
+    "row_scores": {"row_scores": functools.partial(row_scores, "row_scores")},
     "page_scores": {"page_scores": page_scores},
 }
 """Programs of each operation with a TPU kernel."""

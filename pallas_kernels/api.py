@@ -38,6 +38,7 @@ from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu as _prefill_mo
 from sparsejax.pallas_kernels.prefill_attention import mosaic_tpu as _prefill_tpu
 from sparsejax.pallas_kernels.prefill_attention import xla as _prefill_xla
 from sparsejax.pallas_kernels.reference import merge
+from sparsejax.pallas_kernels.row_scores import mosaic_tpu as _rows_tpu
 from sparsejax.pallas_kernels.row_scores import triton_gpu as _rows_triton
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
 from sparsejax.pallas_kernels.select_pages import triton_gpu as _select_triton
@@ -68,8 +69,8 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "append": {"triton": _append_triton, "mosaic_tpu": _append_tpu, "xla": _append_xla},
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
-    "attention_lse": {"triton": _rows_triton, "xla": _rows_xla},
-    "row_scores": {"triton": _rows_triton, "xla": _rows_xla},
+    "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
+    "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "move_rows": {"triton": _move_triton, "xla": _move_xla},
     "page_bounds": {"triton": _bounds_triton, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},

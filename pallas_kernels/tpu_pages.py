@@ -36,7 +36,7 @@ class Reader:
       page_size: rows.
       columns: width of the tables.
       block_pages: pages of a block.
-      scaled: the pools are codes and their scales.
+      names: pools to read.
       width: elements of a row.
     """
 
@@ -48,11 +48,11 @@ class Reader:
     page_size: int
     columns: int
     block_pages: int
-    scaled: bool
+    names: tuple[str, ...]
     width: int
 
     @classmethod
-    def of(cls, pools: Pools, view: PageView, scaled: bool, longest_block: int, buffer_bytes: int) -> Reader:
+    def of(cls, pools: Pools, view: PageView, names: tuple[str, ...], longest_block: int, buffer_bytes: int) -> Reader:
         """Blocks of at most `longest_block` rows; `buffer_bytes` hold two of keys and two of values."""
         page_size, width = pools["k"].shape[1:]
         heads, table_heads, columns = view.num_heads, *view.table.shape[1:]
@@ -67,7 +67,7 @@ class Reader:
             page_size=page_size,
             columns=columns,
             block_pages=max(1, min(rows // page_size, columns)),
-            scaled=scaled,
+            names=names,
             width=width,
         )
 
@@ -83,7 +83,7 @@ class Reader:
 
     def arrays(self, pools: Pools) -> list[jax.Array]:
         """The pools, in the order of their buffers."""
-        return [pools[name] for name in (("k", "v", "k_scale", "v_scale") if self.scaled else ("k", "v"))]
+        return [pools[name] for name in self.names]
 
     def table(self, view: PageView) -> tuple[jax.Array, pl.BlockSpec]:
         """The tables as an input whose block, in scalar memory, is what one program needs.
@@ -106,7 +106,7 @@ class Reader:
 
     def split(self, refs: Sequence[Any], num_outputs: int) -> tuple[Any, Any, Any, Any, Any]:
         """A kernel's last arguments: pools, outputs, buffers, semaphores, the rest."""
-        n = 4 if self.scaled else 2
+        n = len(self.names)
         outputs = n + num_outputs
         return refs[:n], refs[n:outputs], refs[outputs : outputs + n], refs[outputs + n], refs[outputs + n + 1 :]
 
@@ -170,6 +170,11 @@ class Reader:
         return jax.lax.fori_loop(0, num_blocks, step, carry)
 
 
+def stored_names(scaled: bool) -> tuple[str, ...]:
+    """The pools of keys and values: plain ones, or codes and their scales."""
+    return ("k", "v", "k_scale", "v_scale") if scaled else ("k", "v")
+
+
 def clear_tail(tile: Any, left: jax.Array) -> None:
     """Zeros in a buffer [block, ...] from row `left` on: a weight of zero would still turn what lies there into NaN."""
 
@@ -193,6 +198,23 @@ def decode(codes: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jnp.where(sign == 1, -value, value).astype(dtype)
 
 
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """float32 of a's last axis times an axis of b."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def logits_of(query: jax.Array, keys: jax.Array, scales: Sequence[jax.Array], scale: float) -> jax.Array:
+    """float32 [queries, block] of queries [queries, width], stored keys [block, width] and their scales [1, block]."""
+    logits = _product(query, decode(keys, query.dtype), 1) * scale
+    return logits * scales[0] if scales else logits
+
+
 def softmax_step(
     query: jax.Array,
     own: Callable[[tuple[int, ...]], jax.Array],
@@ -211,17 +233,8 @@ def softmax_step(
       scale: softmax scale.
       peak, total, sums: [queries, 1], [queries, 1] and [queries, width] so far; `peak` starts at LEAST_PEAK.
     """
-    dtype = query.dtype
-    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     keys, values, *scales = tiles
-
-    def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-        dimensions = (((1,), (axis,)), ((), ()))
-        return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-    logits = product(query, decode(keys, dtype), 1) * scale
-    if scales:
-        logits *= scales[0]
+    logits = logits_of(query, keys, scales[:1], scale)
     seen = own(logits.shape)
     logits = jnp.where(seen, logits, MASKED)
     new_peak = jnp.maximum(peak, logits.max(1, keepdims=True))
@@ -230,7 +243,8 @@ def softmax_step(
     total = total * decay + weights.sum(1, keepdims=True)
     if scales:
         weights = jnp.where(seen, weights * scales[1], 0.0)
-    return new_peak, total, sums * decay + product(weights.astype(dtype), decode(values, dtype), 0)
+    weights = weights.astype(query.dtype)
+    return new_peak, total, sums * decay + _product(weights, decode(values, query.dtype), 0)
 
 
 def softmax_result(peak: jax.Array, total: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -242,10 +256,10 @@ def softmax_result(peak: jax.Array, total: jax.Array, sums: jax.Array) -> tuple[
 def cost(reader: Reader, batch: int, q_heads: int, queries: int, itemsize: int) -> pl.CostEstimate:
     """What the compiler should think attention costs when the tables are full: lengths are unknown to it."""
     rows = reader.columns * reader.page_size
-    row_bytes = 2 * (reader.width * itemsize + 4 * reader.scaled)
+    row_bytes = sum(4 if name.endswith("_scale") else reader.width * itemsize for name in reader.names)
     products = batch * q_heads * queries * rows
     return pl.CostEstimate(
-        flops=4 * products * reader.width,
+        flops=(4 if "v" in reader.names else 2) * products * reader.width,
         bytes_accessed=batch * reader.heads * rows * row_bytes,
         transcendentals=products,
     )

@@ -12,7 +12,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sparsejax.pallas_kernels import payload
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
-from sparsejax.pallas_kernels.tpu_pages import LEAST_PEAK, Reader, clear_tail, cost, softmax_result, softmax_step
+from sparsejax.pallas_kernels.tpu_pages import (
+    LEAST_PEAK,
+    Reader,
+    clear_tail,
+    cost,
+    softmax_result,
+    softmax_step,
+    stored_names,
+)
 from sparsejax.pallas_kernels.tpu_support import platform_problem, unsupported_rows
 
 BUFFER_BYTES = 4 * 2**20
@@ -38,7 +46,7 @@ def decode_attention(
     """See `api.decode_attention`."""
     batch, q_heads, dim = q.shape
     scaled = payload.recognise(load_tile, pools, names, q.dtype, dim) == payload.ROW_SCALED
-    reader = Reader.of(pools, view, scaled, LONGEST_BLOCK, BUFFER_BYTES)
+    reader = Reader.of(pools, view, stored_names(scaled), LONGEST_BLOCK, BUFFER_BYTES)
     group, width = q_heads // reader.heads, reader.width
     query = jnp.pad(q, ((0, 0), (0, 0), (0, width - dim))).reshape(batch, reader.heads, group, width)
     arrays = reader.arrays(pools)
