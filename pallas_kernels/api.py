@@ -26,6 +26,8 @@ from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_trit
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.logit_threshold import triton_gpu as _threshold_triton
+from sparsejax.pallas_kernels.logit_threshold import xla as _threshold_xla
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_bounds import triton_gpu as _bounds_triton
@@ -52,6 +54,7 @@ __all__ = [
     "chosen",
     "decode_attention",
     "expected",
+    "logit_threshold",
     "merge",
     "move_rows",
     "page_bounds",
@@ -71,6 +74,7 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
     "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
+    "logit_threshold": {"triton": _threshold_triton, "xla": _threshold_xla},
     "move_rows": {"triton": _move_triton, "xla": _move_xla},
     "page_bounds": {"triton": _bounds_triton, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
@@ -338,6 +342,40 @@ def row_scores(
         raise ValueError(f"group must be 'max' or 'sum', got {group!r}")
     module = _choose("row_scores", implementation, q, pools, names, view, load_tile)
     return module.row_scores(q, pools, names, view, limit, lse, group, load_tile, layer, scale)
+
+
+def logit_threshold(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The least logit of each row that min-p, top-k and top-p leave, in this order, of softmax(logits / temperature).
+
+    No sort of the vocabulary. Ties at a threshold all stay, the best token too; -inf is no token. Results of a row do
+    not depend on the others. min-p (arXiv 2407.01082) keeps tokens with at least `min_p` of the best one's
+    probability, top-p (arXiv 1904.09751) the fewest best ones whose share of the mass left by the two others reaches
+    `top_p`.
+
+    Args:
+      logits: float32 [batch, vocab].
+      temperature: float32 [batch]; a row at 0 is greedy: it asks for nothing, whatever its other parameters.
+      top_k: int32 [batch], 0 or at least vocab to cut nothing.
+      top_p: float32 [batch], 1 to cut nothing.
+      min_p: float32 [batch], 0 to cut nothing.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      float32 [batch], -inf for rows that ask for nothing.
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
+    """
+    module = _choose("logit_threshold", implementation, logits)
+    return module.logit_threshold(logits, temperature, top_k, top_p, min_p)
 
 
 def move_rows(

@@ -156,6 +156,28 @@ def move_rows(pools: Pools, rows: jax.Array, source: PageView, target: PageView)
     return moved
 
 
+def logit_threshold(
+    logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """Oracle of `api.logit_threshold`: a sort of one row at a time."""
+
+    def one(logits, temperature, top_k, top_p, min_p):
+        vocab = logits.shape[0]
+        below = (logits.max() - logits) / jnp.maximum(temperature, 1e-6)
+        below = jnp.where((jnp.exp(-below) >= min_p) | (below == 0), below, jnp.inf)
+        by_count, by_mass = (top_k > 0) & (top_k < vocab), top_p < 1
+        limit = jnp.sort(below)[jnp.where(by_count, top_k, vocab) - 1]
+        below = jnp.where(below <= limit, below, jnp.inf)
+        order = jnp.sort(below)
+        mass = jnp.cumsum(jnp.exp(-order))
+        limit = jnp.where(by_mass, order[jnp.argmax(mass >= top_p * mass[-1])], jnp.inf)
+        least = jnp.where((below <= limit) & (below < jnp.inf), logits, jnp.inf).min()
+        asks = (temperature > 0) & (by_count | by_mass | (min_p > 0))
+        return jnp.where(asks & (least < jnp.inf), least, -jnp.inf)
+
+    return jax.vmap(one)(logits, temperature, top_k, top_p, min_p)
+
+
 def select_pages(
     scores: jax.Array, view: PageView, num_scored: int, width: int, budget: int, page_size: int, shared: bool
 ) -> PageView:

@@ -1,7 +1,7 @@
 """Sampling on the device. A row samples the same token alone or in company: its randomness is (seed, position) only.
 
-No sort of the vocabulary: top-k, top-p and min-p are thresholds on the logits, found by bisection on the order of
-float32 bit patterns, which is exact in 32 steps. Ties at a threshold all stay.
+No sort of the vocabulary: top-k, top-p and min-p are one threshold on the logits (`api.logit_threshold`). Ties at it
+all stay.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.pallas_kernels import api
 from sparsejax.state import IN_PROMPT, KVState
 
 NUM_LOGPROBS = 20
@@ -97,46 +98,16 @@ def adjust(logits: jax.Array, inputs: SamplingInputs, row: RowBias) -> jax.Array
     return logits.at[batch, jnp.maximum(row.stop_ids, 0)].min(floor)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """uint32 keys in the order of float32 values (-inf lowest)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+def filter_logits(logits: jax.Array, inputs: SamplingInputs, implementation: str | None = None) -> jax.Array:
+    """Temperature-scaled logits with everything outside min-p, top-k and top-p at -inf, in this order.
 
-
-def _largest_key(keys: jax.Array, enough) -> jax.Array:
-    """Per row the largest uint32 threshold t for which enough(keys >= t) holds; it must hold for t = 0."""
-    batch = keys.shape[0]
-
-    def step(i, low):
-        candidate = low | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
-        return jnp.where(enough(keys >= candidate[:, None]), candidate, low)
-
-    return jax.lax.fori_loop(0, 32, step, jnp.zeros((batch,), jnp.uint32))
-
-
-def filter_logits(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
-    """Temperature-scaled logits with everything outside min-p, top-k and top-p at -inf, in this order."""
-    vocab = logits.shape[1]
-    # The best token has exactly 0 (a difference taken after the division need not be), so exp(scaled) is a token's
-    # share of the best, and the best is never cut.
+    The best token has 0. Rows of temperature 0 are not filtered.
+    """
+    threshold = api.logit_threshold(
+        logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, implementation=implementation
+    )
     scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(inputs.temperature, 1e-6)[:, None]
-    scaled = jnp.where((jnp.exp(scaled) >= inputs.min_p[:, None]) | (scaled == 0), scaled, -jnp.inf)
-    top_k = jnp.where(inputs.top_k > 0, jnp.minimum(inputs.top_k, vocab), vocab)
-
-    def cut_top_k(x):
-        keys = _ordered(x)
-        threshold = _largest_key(keys, lambda keep: keep.sum(-1) >= top_k)
-        return jnp.where((keys >= threshold[:, None]) | (top_k == vocab)[:, None], x, -jnp.inf)
-
-    def cut_top_p(x):
-        keys = _ordered(x)
-        mass = jnp.exp(x)
-        wanted = inputs.top_p * mass.sum(-1)
-        threshold = _largest_key(keys, lambda keep: jnp.where(keep, mass, 0.0).sum(-1) >= wanted)
-        return jnp.where((keys >= threshold[:, None]) | (inputs.top_p >= 1.0)[:, None], x, -jnp.inf)
-
-    scaled = jax.lax.cond((top_k < vocab).any(), cut_top_k, lambda x: x, scaled)
-    return jax.lax.cond((inputs.top_p < 1.0).any(), cut_top_p, lambda x: x, scaled)
+    return jnp.where(logits >= threshold[:, None], scaled, -jnp.inf)
 
 
 def _keys(inputs: SamplingInputs) -> jax.Array:
@@ -150,14 +121,16 @@ def _keys(inputs: SamplingInputs) -> jax.Array:
     return jax.vmap(one)(*(jax.lax.bitcast_convert_type(word, jnp.uint32) for word in words))
 
 
-def _draw(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+def _draw(logits: jax.Array, inputs: SamplingInputs, implementation: str | None) -> jax.Array:
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(_keys(inputs))
-    sampled = jnp.argmax(filter_logits(logits, inputs) + noise, axis=-1)
+    sampled = jnp.argmax(filter_logits(logits, inputs, implementation) + noise, axis=-1)
     greedy = jnp.argmax(logits, axis=-1)
     return jnp.where(inputs.temperature > 0, sampled, greedy).astype(jnp.int32)
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs, bias, mode: int | None = None) -> jax.Array:
+def sample(
+    logits: jax.Array, inputs: SamplingInputs, bias, mode: int | None = None, implementation: str | None = None
+) -> jax.Array:
     """Samples one token per row.
 
     Args:
@@ -165,14 +138,15 @@ def sample(logits: jax.Array, inputs: SamplingInputs, bias, mode: int | None = N
       inputs: parameters.
       bias: () -> RowBias, called only where a row needs GENERAL sampling.
       mode: the most that any row needs, None to look at the parameters.
+      implementation: kernel implementation, None or "auto" to choose.
 
     Returns:
       int32 [batch].
     """
     ways = (
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-        lambda: _draw(logits, inputs),
-        lambda: _draw(adjust(logits, inputs, bias()), inputs),
+        lambda: _draw(logits, inputs, implementation),
+        lambda: _draw(adjust(logits, inputs, bias()), inputs, implementation),
     )
     return jax.lax.switch(inputs.mode.max(), ways) if mode is None else ways[mode]()
 
@@ -213,6 +187,7 @@ def sample_rows(
     ints: jax.Array,
     floats: jax.Array,
     mode: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[KVState, StepOutputs]:
     """Samples for float32 [batch, vocab]; rows that are not `wanted` keep their last token. See `steps.sample_step`."""
     inputs = SamplingInputs.unpack(ints, floats)
@@ -223,7 +198,7 @@ def sample_rows(
         return RowBias(state.counts[rows], state.bias_ids[rows], state.bias_values[rows], state.stop_ids[rows])
 
     with jax.named_scope("sample"):
-        tokens = sample(finite, inputs, bias, mode)
+        tokens = sample(finite, inputs, bias, mode, implementation)
         found = logprobs(finite, tokens, inputs) if mode is None else _no_logprobs(len(rows))
     target = jnp.where(wanted, rows, 0)
     state = state.replace(

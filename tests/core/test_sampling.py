@@ -257,12 +257,3 @@ def test_draws_follow_the_distribution(row):
     # Wilson-Hilferty: this quantile is passed once in 10,000 times; seeds are fixed, so always or never.
     limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * np.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit, (statistic, limit)
-
-
-@given(x=st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=30))
-@settings(max_examples=50)
-def test_keys_are_in_the_order_of_the_values(x):
-    values = np.asarray(x, np.float32)
-    keys = np.asarray(sampling._ordered(jnp.asarray(values)))
-    order = np.argsort(keys, kind="stable")
-    assert (values[order][1:] >= values[order][:-1]).all()

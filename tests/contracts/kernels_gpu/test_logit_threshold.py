@@ -1,0 +1,64 @@
+"""Logit thresholds and the sampling program on a GPU."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from sparsejax import sampling
+from sparsejax.pallas_kernels import api
+from tests.contracts.kernels_gpu.thresholds import KINDS, check, make
+from tests.core.test_sampling import DRAW, inputs_of, no_bias
+
+pytestmark = pytest.mark.gpu
+
+threshold = jax.jit(api.logit_threshold, static_argnames="implementation")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("vocab", [7, 5000, 128_256, 151_936, 262_208])
+def test_matches_a_sort(implementation, vocab):
+    for seed in range(3 if implementation == "triton" else 1):
+        logits, columns = make(2 * len(KINDS), vocab, seed)
+        check(np.asarray(threshold(logits, **columns, implementation=implementation)), logits, columns)
+
+
+def test_every_kind_with_top_p_alone_and_with_both():
+    """Flat rows leave the search many candidates: all of a bin, or of the vocabulary."""
+    for top_k in (0, 20, 40_000):
+        logits, columns = make(len(KINDS), 151_936, 0)
+        ones = np.ones(len(KINDS), np.float32)
+        columns |= {"temperature": ones, "top_p": 0.9 * ones, "min_p": 0 * ones, "top_k": np.full(len(ones), top_k)}
+        columns["top_k"] = columns["top_k"].astype(np.int32)
+        check(np.asarray(threshold(logits, **columns, implementation="triton")), logits, columns)
+
+
+def test_a_row_has_the_same_threshold_alone_and_in_company():
+    logits, columns = make(64, 151_936, 3)
+    together = np.asarray(threshold(logits, **columns, implementation="triton"))
+    for _ in range(3):
+        np.testing.assert_array_equal(threshold(logits, **columns, implementation="triton"), together)
+    for row in range(0, 64, 5):
+        own = {name: column[row : row + 1] for name, column in columns.items()}
+        alone = threshold(logits[row : row + 1], **own, implementation="triton")
+        np.testing.assert_array_equal(alone, together[row : row + 1])
+
+
+def test_both_implementations_draw_the_same_tokens():
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal((8, 151_936)) * 3).astype(np.float32)
+    knobs = ({"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.05}, {})
+    rows = [DRAW | knobs[i % 4] | {"temperature": 0.7, "seed": i, "position": i} for i in range(7)]
+    ints, floats = inputs_of([*rows, {}])
+
+    def draw(implementation):
+        def run(logits, ints, floats):
+            inputs = sampling.SamplingInputs.unpack(ints, floats)
+            return sampling.sample(logits, inputs, lambda: no_bias(8), sampling.SAMPLE, implementation)
+
+        return np.asarray(jax.jit(run)(logits, ints, floats))
+
+    found = draw("triton")
+    np.testing.assert_array_equal(found, draw("xla"))
+    assert found[7] == logits[7].argmax()
