@@ -12,6 +12,7 @@ from sparsejax.pallas_kernels.specs import AttentionShape
 LAYERS = 2  # of the pools that kernels are compiled with
 CHUNK = 512  # queries of a prefill kernel
 WINDOW = 32  # queries of an observation window
+KEPT = 1024  # rows that an eviction keeps
 
 _rows = functools.partial(AttentionShape, dtype="bfloat16")
 SHAPES = (
@@ -26,6 +27,8 @@ SHAPES = (
     _rows("no-groups", (8192,) * 16, 32, 1, 128, 128),
 )
 """What each kernel is compiled for alone: lengths are the width of the tables."""
+SOME = ("llama-3-8b", "llama-3-8b-head", "llama-3-8b-fp8", "smollm2-135m")
+"""Names of those that stand for the others, where less depends on them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +176,7 @@ def step(model: Model, kind: str, members: str, sharding: Any) -> tuple[Any, tup
 
 
 def kernel_programs(sharding: Any) -> Iterator[Program]:
-    """Every TPU kernel in every shape of `SHAPES` that it takes."""
+    """Every TPU kernel in the shapes of `SHAPES` that it takes."""
     from sparsejax.pallas_kernels import api
 
     for operation, known in api.IMPLEMENTATIONS.items():
@@ -181,8 +184,15 @@ def kernel_programs(sharding: Any) -> Iterator[Program]:
             continue
         for name, build in BUILDERS[operation].items():
             for shape in SHAPES:
-                if operation != "page_scores" or (shape.num_kv_heads % 8 == 0 and shape.granularity != "head"):
+                if _wanted(operation, shape):
                     yield Program(f"{name}/{shape.name}", functools.partial(build, shape, sharding))
+
+
+def _wanted(operation: str, shape: AttentionShape) -> bool:
+    """Whether a kernel takes a shape, and differs for it."""
+    if operation == "page_scores":
+        return shape.num_kv_heads % 8 == 0 and shape.granularity != "head"
+    return operation.endswith("attention") or shape.name in SOME
 
 
 def paged(shape: AttentionShape, sharding: Any, batch: int) -> tuple[Any, ...]:
@@ -307,12 +317,32 @@ def append(chunk: int, shape: AttentionShape, sharding: Any) -> tuple[Any, tuple
     return jax.jit(compute, donate_argnums=0), (pools, qkv, angle, angle, *arrays, new), {}
 
 
+def move_rows(shape: AttentionShape, sharding: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The rows that one sequence keeps, to pages of their own."""
+    import jax
+    import jax.numpy as jnp
+
+    from sparsejax.pallas_kernels import api
+    from sparsejax.pallas_kernels.layout import POSITIONS, PageView
+
+    pools, (table, offset, lengths), stride, *_ = paged(shape, sharding, 1)
+    pools[POSITIONS] = array((pools["k"].shape[0], shape.page_size), jnp.int32, sharding)
+
+    def compute(pools: Any, rows: Any, old: Any, new: Any, offset: Any, lengths: Any) -> Any:
+        source, target = (PageView(table, stride, offset, lengths) for table in (old, new))
+        return api.move_rows(pools, rows, source, target, implementation="mosaic_tpu")
+
+    rows = array((1, 1, KEPT), jnp.int32, sharding)
+    return jax.jit(compute, donate_argnums=0), (pools, rows, table, table, offset, lengths), {}
+
+
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     "append": {"append": functools.partial(append, 1), "append_chunk": functools.partial(append, CHUNK)},
     "decode_attention": {"decode_attention": functools.partial(attention, "decode_attention")},
     "prefill_attention": {"prefill_attention": functools.partial(attention, "prefill_attention")},
     "attention_lse": {"attention_lse": functools.partial(row_scores, "attention_lse")},
     "row_scores": {"row_scores": functools.partial(row_scores, "row_scores")},
+    "move_rows": {"move_rows": move_rows},
     "page_scores": {"page_scores": page_scores},
 }
 """Programs of each operation with a TPU kernel."""

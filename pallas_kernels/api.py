@@ -28,6 +28,7 @@ from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.logit_threshold import triton_gpu as _threshold_triton
 from sparsejax.pallas_kernels.logit_threshold import xla as _threshold_xla
+from sparsejax.pallas_kernels.move_rows import mosaic_tpu as _move_tpu
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
 from sparsejax.pallas_kernels.page_bounds import triton_gpu as _bounds_triton
@@ -75,7 +76,7 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "logit_threshold": {"triton": _threshold_triton, "xla": _threshold_xla},
-    "move_rows": {"triton": _move_triton, "xla": _move_xla},
+    "move_rows": {"triton": _move_triton, "mosaic_tpu": _move_tpu, "xla": _move_xla},
     "page_bounds": {"triton": _bounds_triton, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
     "select_pages": {"triton": _select_triton, "xla": _select_xla},
@@ -396,7 +397,7 @@ def move_rows(
     Raises:
       ValueError: the implementation asked for is unknown or can't serve this call.
     """
-    module = _choose("move_rows", implementation, pools)
+    module = _choose("move_rows", implementation, pools, rows, target)
     return module.move_rows(pools, rows, source, target)
 
 

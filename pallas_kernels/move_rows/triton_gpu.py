@@ -20,8 +20,8 @@ CODES_CAPABILITY = (8, 9)
 BLOCK_BYTES = 16384
 
 
-def unsupported(pools: Pools) -> str | None:
-    """Why this call can't run here, or None."""
+def unsupported(pools: Pools, rows: jax.Array, target: PageView) -> str | None:
+    """Why this call can't run here, or None. Arguments as in `api.move_rows`."""
     if (problem := platform_problem()) is not None:
         return problem
     return unsupported_shape(pools)

@@ -26,9 +26,9 @@ CODES = specs.AttentionShape(
 FAST = ("page-16", "page-64-head", "gqa-7-dim-128", "bfloat16-dim-128", CODES.name)
 
 
-def slow(shape: Any) -> Any:
-    """The shape as a parameter that only `pytest -m slow` runs."""
-    return pytest.param(shape, marks=pytest.mark.slow)
+def slow(*values: Any) -> Any:
+    """Values as parameters that only `pytest -m slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 by_name = functools.partial(pytest.mark.parametrize, "shape", ids=lambda shape: shape.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsejax.pallas_kernels import tpu_support
+from sparsejax.pallas_kernels import tpu_rows, tpu_support
 from sparsejax.pallas_kernels.append import mosaic_tpu
 from tests.contracts.kernels_tpu.cases import slow
 from tests.contracts.test_append import Case, check, inputs
@@ -25,7 +25,7 @@ def test_rows_are_stored_where_they_belong(case):
 
 
 def test_programs_with_spare_tiles(monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "BUFFER_BYTES", 4 * 2 * 8 * 128 * 4)  # four tiles of two heads
+    monkeypatch.setattr(tpu_rows, "BUFFER_BYTES", 4 * 2 * 8 * 128 * 4)  # four tiles of two heads
     with tpu_support.interpreting():
         check(Case((0, 15, 16, 40, 3, 9), (1, 1, 1, 1, 0, 1), 1, dim=128), "mosaic_tpu")
 
@@ -41,7 +41,7 @@ def test_programs_with_spare_tiles(monkeypatch):
     ids=str,
 )
 def test_what_is_not_served_has_a_reason(change, reason, monkeypatch):
-    monkeypatch.setattr(mosaic_tpu, "MOST_TILES", 3)
+    monkeypatch.setattr(tpu_rows, "MOST_TILES", 3)
     fields = {"lengths": (3,), "num_new": (1,), "chunk": 1, "dim": 128} | change
     heads, pools, view, options = inputs(Case(**fields))
     with tpu_support.interpreting():
