@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sparsejax.arrays import ArraySpec
 from sparsejax.models import layers
-from sparsejax.models.spec import Attend, ModelSpec, Stream, TensorSlot, Weights
+from sparsejax.models.spec import Attend, ModelSpec, Pick, Stream, TensorSlot, Weights
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.heads import Heads
 
@@ -103,6 +103,7 @@ class Decoder:
         positions: jax.Array,
         attend: Attend,
         implementation: str | None = None,
+        pick: Pick | None = None,
     ) -> Stream:
         eps = spec.rms_norm_eps
         norm = functools.partial(api.add_rms_norm, eps=eps, implementation=implementation)
@@ -110,6 +111,7 @@ class Decoder:
             x, normed = norm(stream.x, stream.delta, layer_weights["attn_norm"])
             table = layers.rope_table(spec.rope, spec.head_dim, positions)
             attended = attend(self.heads(spec, layer_weights, normed, table))
+            x = x if pick is None else pick(x)
             merged = attended.reshape(*x.shape[:-1], spec.num_q_heads * spec.head_dim)
             delta = layers.linear(merged, layer_weights["out"])
         with jax.named_scope("mlp"):

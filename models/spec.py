@@ -18,6 +18,8 @@ Attend = Callable[[Heads], jax.Array]
 Finishes the heads, writes keys and values to the cache and attends; given by the caller, so model code knows nothing of
 caches or methods.
 """
+Pick = Callable[[jax.Array], jax.Array]
+"""[..., hidden] of all tokens -> [..., hidden] of those that are still needed."""
 
 
 class Stream(NamedTuple):
@@ -142,8 +144,12 @@ class Architecture(Protocol):
         positions: jax.Array,
         attend: Attend,
         implementation: str | None = None,
+        pick: Pick | None = None,
     ) -> Stream:
-        """One layer for [...] tokens at int32 positions [...]; `implementation` as in `pallas_kernels.api`."""
+        """One layer for [...] tokens at int32 positions [...]; `implementation` as in `pallas_kernels.api`.
+
+        `pick` leaves some of the tokens for what follows attention, `attend` then gives these only.
+        """
         ...
 
     def logits(self, spec: ModelSpec, weights: Weights, stream: Stream, implementation: str | None = None) -> jax.Array:

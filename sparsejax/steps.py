@@ -163,11 +163,18 @@ def _append(
     return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
-@functools.partial(jax.jit, static_argnames=("statics", "role", "phase"))
+def _last_tokens(num_new: jax.Array, x: jax.Array) -> jax.Array:
+    """[batch, chunk, ...] -> [batch, ...]: of each row's last new token."""
+    last = jnp.maximum(num_new - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
+    return jnp.take_along_axis(x, last, axis=1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "role", "phase", "ends"))
 def _layer(
     statics: Statics,
     role: str,
     phase: str,
+    ends: bool,
     layer: jax.Array,
     weights: Weights,
     stream: Stream,
@@ -175,7 +182,11 @@ def _layer(
     cache: Cache,
     carry: Any,
 ) -> tuple[Stream, Cache, Any]:
-    """One layer of a decode step (hidden states [batch, hidden]) or a prefill chunk ([batch, chunk, hidden])."""
+    """One layer of a decode step (hidden states [batch, hidden]) or a prefill chunk ([batch, chunk, hidden]).
+
+    If it `ends` a prefill, it stores keys and values of all tokens as ever, but only each row's last token attends and
+    goes on ([batch, hidden]): nothing reads what the others would become.
+    """
     geometry, method = statics.geometry, statics.method
     view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
     box: dict[str, Any] = {"cache": cache, "carry": carry}
@@ -190,11 +201,11 @@ def _layer(
         box["cache"] = cache
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
         names = _payload_names(cache)
-        if not decoding:
+        if not decoding and not ends:
             out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
             return out
-        q = q[:, 0]
-        if method.select is not None:
+        q = q[:, 0] if decoding else _last_tokens(batch.num_new, q)
+        if decoding and method.select is not None:
             context = SelectContext(
                 geometry, role, layer, q, grown, cache.page_aux, box["carry"], statics.implementation
             )
@@ -205,16 +216,20 @@ def _layer(
 
     positions = batch.positions[:, 0] if phase == "decode" else batch.positions
     model = get_architecture(statics.spec.architecture)
-    stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation)
+    pick = functools.partial(_last_tokens, batch.num_new) if ends else None
+    stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation, pick)
     return stream, box["cache"], box["carry"]
 
 
 def _layers(statics: Statics, phase: str, weights: Weights, stream: Stream, batch: Batch, cache: Cache):
     carry = None
-    for layer, role in enumerate(statics.method.roles(statics.geometry.num_layers)):
+    num_layers = statics.geometry.num_layers
+    for layer, role in enumerate(statics.method.roles(num_layers)):
+        ends = phase == "prefill" and layer == num_layers - 1
+        layer_weights = weights["layers"][layer]
         with jax.named_scope(f"layer_{layer}"):
             stream, cache, carry = _layer(
-                statics, role, phase, jnp.int32(layer), weights["layers"][layer], stream, batch, cache, carry
+                statics, role, phase, ends, jnp.int32(layer), layer_weights, stream, batch, cache, carry
             )
     return stream, cache
 
@@ -288,8 +303,6 @@ def prefill_logits(
     model = get_architecture(statics.spec.architecture)
     cache = Cache(state.pools, state.page_aux, state.row_aux)
     stream, cache = _layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
-    last = jnp.maximum(num_new - 1, 0)[:, None, None]
-    stream = jax.tree.map(lambda x: jnp.take_along_axis(x, last, axis=1)[:, 0], stream)
     seen = jnp.where(step[None, :] < num_new[:, None], rows[:, None], 0)
     counts = state.counts.at[rows].multiply(again[:, None])
     counts = counts.at[seen, tokens].set(counts[seen, tokens] | IN_PROMPT)
@@ -304,9 +317,16 @@ def prefill_logits(
     return state, model.logits(statics.spec, weights, stream, statics.implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("mode",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("mode", "implementation"), donate_argnames=("state",))
 def sample_step(
-    state: KVState, logits: jax.Array, rows: jax.Array, ints: jax.Array, floats: jax.Array, *, mode: int | None = None
+    state: KVState,
+    logits: jax.Array,
+    rows: jax.Array,
+    ints: jax.Array,
+    floats: jax.Array,
+    *,
+    mode: int | None = None,
+    implementation: str | None = None,
 ) -> tuple[KVState, StepOutputs]:
     """Samples from the logits of `decode_logits` or `prefill_logits`.
 
@@ -320,11 +340,12 @@ def sample_step(
       ints, floats: sampling parameters, columns as in `sparsejax.sampling`.
       mode: GREEDY or SAMPLE of `sparsejax.sampling` if every row needs at most that and none wants logprobs; None
         serves every batch.
+      implementation: kernel implementation, None or "auto" to choose.
 
     Returns:
       the new state, and the sampled tokens (-1 for rows that did not sample).
     """
-    return sample_rows(state, logits, rows[:, 0], rows[:, 1] != 0, ints, floats, mode)
+    return sample_rows(state, logits, rows[:, 0], rows[:, 1] != 0, ints, floats, mode, implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "mode"), donate_argnames=("state",))
@@ -345,7 +366,7 @@ def decode_step(
     """
     state, logits = decode_logits.__wrapped__(statics, weights, state, inputs.rows, inputs.updates)
     rows = inputs.rows[:, 0]
-    return sample_rows(state, logits, rows, rows != 0, inputs.ints, inputs.floats, mode)
+    return sample_rows(state, logits, rows, rows != 0, inputs.ints, inputs.floats, mode, statics.implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "mode"), donate_argnames=("state",))
@@ -366,7 +387,7 @@ def prefill_chunk(
     """
     state, logits = prefill_logits.__wrapped__(statics, weights, state, inputs.tokens, inputs.rows, inputs.updates)
     rows, wanted = inputs.rows[:, 0], inputs.rows[:, 3] != 0
-    return sample_rows(state, logits, rows, wanted, inputs.ints, inputs.floats, mode)
+    return sample_rows(state, logits, rows, wanted, inputs.ints, inputs.floats, mode, statics.implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))

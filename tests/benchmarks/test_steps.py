@@ -301,6 +301,10 @@ def test_a_prefill_must_multiply_every_weight_and_attend_to_what_is_seen():
     assert found.matmul_flops == 2 * 5 * sum(matrices) + 2 * spec.hidden_size * spec.vocab_size
     seen = 1 + 2 + 3 + 4 + 5  # keys, for each of which two products of head_dim are made
     assert found.attention_flops == spec.num_layers * spec.num_q_heads * seen * 2 * 2 * spec.head_dim
+    last = specs["layers"][-1]
+    after_attention = sum(np.prod(last[name].shape) for name in ("out", "gate_up", "down"))
+    needless = 2 * 4 * after_attention + spec.num_q_heads * (1 + 2 + 3 + 4) * 2 * 2 * spec.head_dim
+    assert found.flops - found.needed_flops == needless
 
 
 def test_a_prompt_is_prefilled_whole_whatever_its_chunks():

@@ -101,6 +101,21 @@ def test_the_guards_can_fail():
     assert program.memory_analysis().alias_size_in_bytes == 0
 
 
+def test_only_the_last_token_goes_through_the_end_of_the_last_layer():
+    session = start("dense")
+    statics, spec = session.statics, session.spec
+    inputs = np.zeros((4, 16), np.int32), np.zeros((4, 4), np.int32), np.zeros((4, 5), np.int32)
+    jaxpr = steps.prefill_logits.trace(statics, session.weights, session.state, *inputs).jaxpr
+    layers = [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "_layer"]
+    assert len(layers) == spec.num_layers
+    x, delta = zip(*((eqn.outvars[0].aval.shape, eqn.outvars[1].aval.shape) for eqn in layers), strict=True)
+    assert list(x) == list(delta) == [(4, 16, spec.hidden_size)] * (spec.num_layers - 1) + [(4, spec.hidden_size)]
+    assert len({id(eqn.params["jaxpr"]) for eqn in layers}) == 2
+    inner = str(layers[-1].params["jaxpr"])
+    assert f"[4,16,2,{spec.intermediate_size}]" not in inner
+    assert f"[4,2,{spec.intermediate_size}]" in inner
+
+
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_layers_of_one_role_share_one_trace(composition):
     session = start(composition)
