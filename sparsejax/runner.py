@@ -141,6 +141,7 @@ class DeviceRunner:
         )
         self.weights = weights
         self._methods = methods
+        self._implementation = implementation
         self._statics = {
             name: steps.Statics(spec, geometry, method, storage, implementation) for name, method in methods.items()
         }
@@ -286,7 +287,8 @@ class DeviceRunner:
             return self.state, logits, np.zeros((size, 2), np.int32), *greedy_inputs(size)
 
         label = f"sample[rows={size} mode={mode}]"
-        return Program("sample", ("sample", size, mode), label, steps.sample_step, args, {"mode": mode})
+        static = {"mode": mode, "implementation": self._implementation}
+        return Program("sample", ("sample", size, mode), label, steps.sample_step, args, static)
 
     def _sample_program(self, size: int, mode: int | None) -> Callable[..., Any]:
         return self._program(("sample", size, mode), lambda: self._describe_sample(size, mode))

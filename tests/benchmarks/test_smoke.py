@@ -157,6 +157,17 @@ def test_eviction_cost(tmp_path):
 
 
 @pytest.mark.slow
+def test_sampling(tmp_path):
+    size = ("--batches", 2, "--vocab", 500, "--calls", 2, "--rounds", 2, "--no-device-times")
+    found = run("sampling", tmp_path, *size)["cases"]
+    assert set(found) == {f"B=2 {case}" for case in ("greedy", "temperature", "top-k + top-p", "top-p", "min-p")}
+    both = found["B=2 top-k + top-p"]
+    assert set(both) == {"bytes", "calls", "quiet", "ours", "ours, threshold", "xla", "xla, threshold"}
+    assert both["bytes"] == 2 * 500 * 4
+    assert both["xla, threshold"]["time_over_ours"]["ratio"] > 0
+
+
+@pytest.mark.slow
 def test_perplexity(tiny, tmp_path):
     size = ("--windows", 2, "--window-tokens", 64)
     found = run("perplexity", tmp_path, "--model", tiny, "--load-format", "dummy", *size, "--budgets", 32)

@@ -71,7 +71,6 @@ def check(found: np.ndarray, logits: np.ndarray, columns: dict[str, np.ndarray])
     """Every row of `found` float32 [batch] is right."""
     assert found.shape == logits.shape[:1]
     for row, value in enumerate(found):
-        own = {name: float(column[row]) for name, column in columns.items()}
-        own["top_k"] = int(own["top_k"])
+        own = {name: column[row].item() for name, column in columns.items()}
         low, high = bounds(logits[row], **own)
         assert low <= value <= high, (row, own, float(value), low, high)
