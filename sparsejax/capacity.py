@@ -195,6 +195,8 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
     pages = min(kv_bytes // page_bytes, needed)
     # Less than one full row could not serve the window.
     least = geometry.max_pages + 1
+    if cpu and config.kv_cache_memory_bytes is None:
+        pages = whole_rows(pages, geometry.max_pages)
     if pages < least:
         source = "--kv-cache-memory-bytes" if config.kv_cache_memory_bytes is not None else "memory"
         raise ConfigError(
@@ -217,6 +219,16 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
         page_bytes=page_bytes,
         usable_bytes=usable,
     )
+
+
+def whole_rows(pages: int, row_pages: int) -> int:
+    """Rounds a pool, null page included, down to rows of full length, if it holds one.
+
+    What a host has to spare differs from start to start, and compiled programs are only found again for a pool of the
+    same size.
+    """
+    rows = (pages - 1) // row_pages
+    return 1 + rows * row_pages if rows > 0 else pages
 
 
 def _decode_buckets(num_rows: int, ratio: int) -> tuple[int, ...]:
