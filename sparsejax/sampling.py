@@ -192,7 +192,8 @@ def sample_rows(
     """Samples for float32 [batch, vocab]; rows that are not `wanted` keep their last token. See `steps.sample_step`."""
     inputs = SamplingInputs.unpack(ints, floats)
     ok = jnp.isfinite(logits).all(-1)
-    finite = jnp.where(ok[:, None], logits, 0.0)
+    # Without log-probabilities and penalties a row that is not finite harms nobody, and a copy of all logits is saved.
+    finite = jnp.where(ok[:, None], logits, 0.0) if mode is None else logits
 
     def bias() -> RowBias:
         return RowBias(state.counts[rows], state.bias_ids[rows], state.bias_values[rows], state.stop_ids[rows])

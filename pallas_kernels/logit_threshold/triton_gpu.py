@@ -96,27 +96,30 @@ def launch(
         **reading,
         **sizes["limits"],
     )
-    counts, masses = jax_triton.triton_call(
+    counts, masses, scale = jax_triton.triton_call(
         logits,
         *row,
         peaks,
         lows,
         counts,
         kernel=kernels.bins_kernel,
-        out_shape=[counts, ints(batch, splits, 2)],  # pairs of int32 are an int64, which JAX need not know
+        out_shape=[
+            counts,
+            ints(batch, splits, 2),
+            floats(batch, 2),
+        ],  # pairs of int32 are an int64, which JAX need not know
         input_output_aliases={7: 0},
         name="logit_threshold_bins",
         **reading,
         **sizes["bins"],
     )
-    scale, ends = jax_triton.triton_call(
+    [ends] = jax_triton.triton_call(
         *row,
-        peaks,
-        lows,
+        scale,
         counts,
         masses,
         kernel=kernels.choose_kernel,
-        out_shape=[floats(batch, 2), ints(batch, 4)],
+        out_shape=[ints(batch, 2)],
         grid=(batch,),
         num_warps=CHOOSE_WARPS,
         name="logit_threshold_choose",
@@ -139,7 +142,6 @@ def launch(
     [threshold] = jax_triton.triton_call(
         *row,
         scale,
-        ends,
         masses,
         cursor,
         better_masses,
@@ -161,12 +163,12 @@ def constants(vocab: int, config: Config) -> dict[str, dict[str, int]]:
     row = {"VOCAB": vocab, "SPLITS": splits}
     padded = {"SPLITS_PAD": power_of_two(splits)}
     # The last split may be short, and its least logit no measure of the others.
-    full = padded | {"FULL_SPLITS": max(1, vocab // config.block)}
+    full = {"FULL_SPLITS": max(1, vocab // config.block)}
     block = {"BLOCK": config.block}
     return {
         "limits": row | block,
-        "bins": row | full | block,
-        "choose": row | full,
+        "bins": row | padded | full | block,
+        "choose": row | padded,
         "collect": row | block,
         "search": row | padded | {"BLOCK": config.search_block},
     }

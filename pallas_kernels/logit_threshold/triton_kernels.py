@@ -17,6 +17,7 @@ MASS_BITS = tl.constexpr(43)  # 2^20 tokens as good as the best stay below 2^63
 UNIT = tl.constexpr(2.0**43)
 FARTHEST = tl.constexpr(45.0)  # what is farther below has no mass: 2^20 exp(-45) < 2^-43
 SLACK = tl.constexpr(1e-3)  # of the mass of a bin, for exp and for the edges of bins
+FEW = tl.constexpr(256)  # candidates of a program that take their places one by one: quicker than a prefix sum
 NEVER = tl.constexpr(2**31 - 1)  # key of what is not a candidate
 LEAST_TEMPERATURE = tl.constexpr(1e-6)
 ROUNDS_BY_VALUE = tl.constexpr(12)  # by then mostly done: evenly spread candidates are left in few rounds
@@ -112,26 +113,30 @@ def limits_kernel(
 
 @triton.jit
 def bins_kernel(
-    logits, temperature, top_k, top_p, min_p, peaks, lows, counts, new_counts, masses,
+    logits, temperature, top_k, top_p, min_p, peaks, lows, counts, new_counts, masses, scale,
     VOCAB: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, FULL_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Counts the tokens of each bin, and the mass of each split that min-p leaves. Grid (SPLITS, batch).
 
-    `new_counts` are `counts`; masses int64 (as pairs of int32) [batch, SPLITS]; others as in `limits_kernel`.
+    `new_counts` are `counts`; masses int64 (as pairs of int32) [batch, SPLITS], written where top-p comes without
+    top-k; scale float32 [batch, 2]: the best logit, and bins per unit; others as in `limits_kernel`.
     """
     split, row = tl.program_id(0), tl.program_id(1)
     degree, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
     if asks:
         peak = load_peak(peaks, row, SPLITS, SPLITS_PAD)
         per_unit = bins_per_unit(peak, lows, row, degree, k, SPLITS, SPLITS_PAD, FULL_SPLITS)
+        if split == 0:
+            tl.store(scale + row * 2, peak)
+            tl.store(scale + row * 2 + 1, per_unit)
         token = split * BLOCK + tl.arange(0, BLOCK)
         logit = tl.load(logits + row.to(tl.int64) * VOCAB + token, mask=token < VOCAB, other=float("-inf"))
         below = distance(logit, peak, degree)
         real = below < float("inf")
         number = tl.histogram(tl.where(real, bin_of(below, per_unit), 0), BINS, mask=real)
         tl.atomic_add(new_counts + row * BINS + tl.arange(0, BINS), number, mask=number > 0, sem="relaxed")
-        if p < 1.0:  # with top-k too: it does not count where fewer tokens are finite
+        if (p < 1.0) & (k == 0):
             share = share_of_best(below)
             mass = tl.sum(tl.where(real & passes(share, below, least_share), in_units(share), 0), 0)
             tl.store(masses.to(tl.pointer_type(tl.int64), bitcast=True) + row * SPLITS + split, mass)
@@ -176,30 +181,24 @@ def open_bins(number, per_unit, k, p, least_share, total):
 
 @triton.jit
 def choose_kernel(
-    temperature, top_k, top_p, min_p, peaks, lows, counts, masses, scale, ends,
-    VOCAB: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, FULL_SPLITS: tl.constexpr,
+    temperature, top_k, top_p, min_p, scale, counts, masses, ends,
+    VOCAB: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
 ):  # fmt: skip
     """What the programs of a row need to know. Grid (batch,).
 
-    scale float32 [batch, 2]: the best logit, and bins per unit. ends int32 [batch, 4]: first and last open bin, top_k
-    or 0 where no more tokens are finite, and padding. Others as in `bins_kernel`.
+    ends int32 [batch, 2]: first and last open bin. Others as in `bins_kernel`.
     """
     row = tl.program_id(0)
-    degree, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
+    _, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
     if asks:
-        peak = load_peak(peaks, row, SPLITS, SPLITS_PAD)
-        per_unit = bins_per_unit(peak, lows, row, degree, k, SPLITS, SPLITS_PAD, FULL_SPLITS)
+        per_unit = tl.load(scale + row * 2 + 1)
         number = tl.load(counts + row * BINS + tl.arange(0, BINS))
-        k = tl.where(k < tl.sum(number, 0), k, 0)
         total = row.to(tl.int64) * 0
         if (p < 1.0) & (k == 0):
             total = load_mass(masses, row, SPLITS, SPLITS_PAD)
         first, last = open_bins(number, per_unit, k, p, least_share, total)
-        tl.store(scale + row * 2, peak)
-        tl.store(scale + row * 2 + 1, per_unit)
-        tl.store(ends + row * 4, first)
-        tl.store(ends + row * 4 + 1, last)
-        tl.store(ends + row * 4 + 2, k)
+        tl.store(ends + row * 2, first)
+        tl.store(ends + row * 2 + 1, last)
 
 
 @triton.jit
@@ -213,10 +212,10 @@ def collect_kernel(
     where top-p comes without top-k; others as in `choose_kernel`.
     """
     split, row = tl.program_id(0), tl.program_id(1)
-    degree, _, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
+    degree, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
     if asks:
         peak, per_unit = tl.load(scale + row * 2), tl.load(scale + row * 2 + 1)
-        first, last, k = tl.load(ends + row * 4), tl.load(ends + row * 4 + 1), tl.load(ends + row * 4 + 2)
+        first, last = tl.load(ends + row * 2), tl.load(ends + row * 2 + 1)
         row_start = row.to(tl.int64) * VOCAB
         token = split * BLOCK + tl.arange(0, BLOCK)
         logit = tl.load(logits + row_start + token, mask=token < VOCAB, other=float("-inf"))
@@ -226,9 +225,16 @@ def collect_kernel(
         chosen = ((place >= first) & (place <= last)).to(tl.int32)
         found = tl.sum(chosen, 0)
         if found > 0:
-            base = tl.atomic_add(new_cursor + row, found, sem="relaxed")
-            candidates += row_start + base - 1
-            tl.store(candidates + tl.cumsum(chosen, 0), logit, mask=chosen > 0)
+            candidates += row_start
+            if found <= FEW:
+                one = tl.full([BLOCK], 1, tl.int32)
+                place_in_row = tl.atomic_add(
+                    new_cursor + row + tl.zeros([BLOCK], tl.int32), one, mask=chosen > 0, sem="relaxed"
+                )
+            else:
+                base = tl.atomic_add(new_cursor + row, found, sem="relaxed")
+                place_in_row = base + tl.cumsum(chosen, 0) - 1
+            tl.store(candidates + place_in_row, logit, mask=chosen > 0)
         if (p < 1.0) & (k == 0):
             mass = row.to(tl.int64) * 0
             if first > 0:
@@ -275,7 +281,7 @@ def pick(enough1, enough2, enough3, first, second, third, otherwise):
 
 @triton.jit
 def search_kernel(
-    temperature, top_k, top_p, min_p, scale, ends, masses, cursor, better_masses, candidates, threshold,
+    temperature, top_k, top_p, min_p, scale, masses, cursor, better_masses, candidates, threshold,
     VOCAB: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The threshold of a row, float32 [batch], from its candidates. Grid (batch,). Arrays as in `collect_kernel`.
@@ -283,11 +289,11 @@ def search_kernel(
     Both searches divide the interval that holds the threshold by four until it holds one token, or one key.
     """
     row = tl.program_id(0)
-    degree, _, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
+    degree, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
     if not asks:
         tl.store(threshold + row, float("-inf"))
         return
-    peak, k = tl.load(scale + row * 2), tl.load(ends + row * 4 + 2)
+    peak = tl.load(scale + row * 2)
     found = tl.load(cursor + row)
     candidates += row.to(tl.int64) * VOCAB
     lane = tl.arange(0, BLOCK)

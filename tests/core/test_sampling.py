@@ -214,6 +214,26 @@ def test_a_program_for_what_a_batch_needs_samples_what_the_general_one_does(mode
     np.testing.assert_array_equal(draw(logits, ints, floats, mode), draw(logits, ints, floats, None))
 
 
+@pytest.mark.parametrize("mode", [sampling.GREEDY, sampling.SAMPLE])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_gives_some_token_and_leaves_the_others_alone(mode, poison):
+    row = {"mode": sampling.SAMPLE, "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+    ints, floats = inputs_of([row | {"seed": i} for i in range(BATCH)])
+    logits = np.random.default_rng(1).normal(0, 3, (BATCH, VOCAB)).astype(np.float32)
+
+    def draw(logits):
+        inputs = sampling.SamplingInputs.unpack(ints, floats)
+        return np.asarray(sampling.sample(jnp.asarray(logits), inputs, lambda: no_bias(BATCH), mode))
+
+    wanted = draw(logits)
+    for part in (slice(3, 4), slice(None)):
+        poisoned = logits.copy()
+        poisoned[2, part] = poison
+        found = draw(poisoned)
+        assert 0 <= found[2] < VOCAB
+        np.testing.assert_array_equal(np.delete(found, 2), np.delete(wanted, 2))
+
+
 def test_every_bit_of_the_seed_and_the_position_counts():
     flat = np.zeros((1, 1_000_003), np.float32)  # so large that equal draws are no coincidence
 

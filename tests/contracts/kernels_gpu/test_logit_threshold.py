@@ -45,6 +45,19 @@ def test_a_row_has_the_same_threshold_alone_and_in_company():
         np.testing.assert_array_equal(alone, together[row : row + 1])
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_ends_and_leaves_the_others_alone(poison):
+    logits, columns = make(8, 5000, 4)
+    columns |= {"temperature": np.full(8, 0.7, np.float32), "top_k": np.tile([0, 50], 4).astype(np.int32)}
+    columns["top_p"] = np.full(8, 0.9, np.float32)
+    wanted = np.asarray(threshold(logits, **columns, implementation="triton"))
+    for row, part in ((2, slice(3, 4)), (2, slice(None)), (3, slice(3, 4)), (3, slice(None))):
+        poisoned = logits.copy()
+        poisoned[row, part] = poison
+        found = np.asarray(threshold(poisoned, **columns, implementation="triton"))
+        np.testing.assert_array_equal(np.delete(found, row), np.delete(wanted, row))
+
+
 def test_both_implementations_draw_the_same_tokens():
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((8, 151_936)) * 3).astype(np.float32)
