@@ -274,6 +274,13 @@ def limit_between(low, high, part: tl.constexpr, rounds):
 
 
 @triton.jit
+def ends_between(keys, low, high, least, largest):
+    """`least` and `largest` with those keys that are in (low, high]."""
+    inside = (keys > low) & (keys <= high)
+    return tl.minimum(least, tl.where(inside, keys, NEVER)), tl.maximum(largest, tl.where(inside, keys, -1))
+
+
+@triton.jit
 def pick(enough1, enough2, enough3, first, second, third, otherwise):
     """The value of the first that is enough."""
     return tl.where(enough1, first, tl.where(enough2, second, tl.where(enough3, third, otherwise)))
@@ -286,7 +293,8 @@ def search_kernel(
 ):  # fmt: skip
     """The threshold of a row, float32 [batch], from its candidates. Grid (batch,). Arrays as in `collect_kernel`.
 
-    Both searches divide the interval that holds the threshold by four until it holds one token, or one key.
+    Both searches divide the interval that holds the threshold by four until it holds one token, or equal
+    ones.
     """
     row = tl.program_id(0)
     degree, k, p, least_share, asks = load_row(temperature, top_k, top_p, min_p, row, VOCAB)
@@ -313,14 +321,19 @@ def search_kernel(
 
     low = bottom
     rounds = row * 0
-    while (k > 0) & (num_high > k) & (high - low > 1):
+    several = row >= 0
+    while (k > 0) & (num_high > k) & (high - low > 1) & several:
         t1 = limit_between(low, high, 0.25, rounds)
         t2 = limit_between(low, high, 0.5, rounds)
         t3 = limit_between(low, high, 0.75, rounds)
         each = tl.zeros([BLOCK], tl.int64)
+        least = tl.full([BLOCK], NEVER, tl.int32)
+        largest = tl.full([BLOCK], -1, tl.int32)
         for start in tl.range(0, found, BLOCK):
             logit, below, keys = load_keys(candidates, start + lane, found, peak, degree, least_share)
             each += up_to(keys, t1, t2, t3)
+            least, largest = ends_between(keys, low, high, least, largest)
+        several = tl.min(least, 0) < tl.max(largest, 0)
         sums = tl.sum(each, 0)
         n1 = (sums & FIELD_MASK).to(tl.int32)
         n2 = ((sums >> FIELD) & FIELD_MASK).to(tl.int32)
@@ -346,12 +359,15 @@ def search_kernel(
         low = bottom
         num_low = row * 0
         rounds = row * 0
-        while (num_high - num_low > 1) & (high - low > 1):
+        several = row >= 0
+        while (num_high - num_low > 1) & (high - low > 1) & several:
             t1 = limit_between(low, high, 0.25, rounds)
             t2 = limit_between(low, high, 0.5, rounds)
             t3 = limit_between(low, high, 0.75, rounds)
             each = tl.zeros([BLOCK], tl.int64)
             each1, each2, each3 = each, each, each
+            least = tl.full([BLOCK], NEVER, tl.int32)
+            largest = tl.full([BLOCK], -1, tl.int32)
             for start in tl.range(0, found, BLOCK):
                 logit, below, keys = load_keys(candidates, start + lane, found, peak, degree, least_share)
                 mass = in_units(share_of_best(below))
@@ -359,6 +375,8 @@ def search_kernel(
                 each1 += tl.where(keys <= t1, mass, 0)
                 each2 += tl.where(keys <= t2, mass, 0)
                 each3 += tl.where(keys <= t3, mass, 0)
+                least, largest = ends_between(keys, low, high, least, largest)
+            several = tl.min(least, 0) < tl.max(largest, 0)
             sums = tl.sum(each, 0)
             n1 = (sums & FIELD_MASK).to(tl.int32)
             n2 = ((sums >> FIELD) & FIELD_MASK).to(tl.int32)
