@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 LEAST_TEMPERATURE = 1e-6
+LARGEST_FINITE_KEY = 0x7F7FFFFF
 
 
 def logit_threshold(
@@ -25,21 +26,22 @@ def logit_threshold(
         below = below / jnp.maximum(temperature, LEAST_TEMPERATURE)[:, None]
         below = jnp.where((jnp.exp(-below) >= min_p[:, None]) | (below == 0), below, jnp.inf)
 
-        def cut_top_k(below: jax.Array) -> jax.Array:
-            keys = _ordered(below)
-            limit = _least_key(keys, lambda keep: keep.sum(-1) >= top_k)
-            return jnp.where((keys <= limit[:, None]) | (top_k == vocab)[:, None], below, jnp.inf)
+        keys = _ordered(below)
 
-        def cut_top_p(below: jax.Array) -> jax.Array:
-            keys = _ordered(below)
-            mass = jnp.exp(-below)
+        def cut_top_k(limit: jax.Array) -> jax.Array:
+            found = _least_key(keys, lambda keep: keep.sum(-1) >= top_k)
+            return jnp.where(top_k < vocab, jnp.minimum(found, limit), limit)
+
+        def cut_top_p(limit: jax.Array) -> jax.Array:
+            mass = jnp.where(keys <= limit[:, None], jnp.exp(-below), 0.0)
             wanted = top_p * mass.sum(-1)
-            limit = _least_key(keys, lambda keep: jnp.where(keep, mass, 0.0).sum(-1) >= wanted)
-            return jnp.where((keys <= limit[:, None]) | (top_p >= 1.0)[:, None], below, jnp.inf)
+            found = _least_key(keys, lambda keep: jnp.where(keep, mass, 0.0).sum(-1) >= wanted)
+            return jnp.where(top_p < 1.0, jnp.minimum(found, limit), limit)
 
-        below = jax.lax.cond((asks & (top_k < vocab)).any(), cut_top_k, lambda x: x, below)
-        below = jax.lax.cond((asks & (top_p < 1.0)).any(), cut_top_p, lambda x: x, below)
-        least = jnp.where(below < jnp.inf, logits, jnp.inf).min(-1)
+        limit = jnp.full((batch,), LARGEST_FINITE_KEY, jnp.int32)
+        limit = jax.lax.cond((asks & (top_k < vocab)).any(), cut_top_k, lambda limit: limit, limit)
+        limit = jax.lax.cond((asks & (top_p < 1.0)).any(), cut_top_p, lambda limit: limit, limit)
+        least = jnp.where(keys <= limit[:, None], logits, jnp.inf).min(-1)
         return jnp.where(asks & (least < jnp.inf), least, -jnp.inf)
 
     return jax.lax.cond(asks.any(), search, lambda: jnp.full((batch,), -jnp.inf, jnp.float32))
