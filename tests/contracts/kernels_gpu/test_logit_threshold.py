@@ -9,7 +9,6 @@ import pytest
 from sparsejax import sampling
 from sparsejax.pallas_kernels import api
 from tests.contracts.kernels_gpu.thresholds import KINDS, check, make
-from tests.core.test_sampling import DRAW, inputs_of, no_bias
 
 pytestmark = pytest.mark.gpu
 
@@ -59,16 +58,18 @@ def test_a_row_that_is_not_finite_ends_and_leaves_the_others_alone(poison):
 
 
 def test_both_implementations_draw_the_same_tokens():
-    rng = np.random.default_rng(0)
-    logits = (rng.standard_normal((8, 151_936)) * 3).astype(np.float32)
-    knobs = ({"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.05}, {})
-    rows = [DRAW | knobs[i % 4] | {"temperature": 0.7, "seed": i, "position": i} for i in range(7)]
-    ints, floats = inputs_of([*rows, {}])
+    logits = (np.random.default_rng(0).standard_normal((8, 151_936)) * 3).astype(np.float32)
+    ints, floats = sampling.greedy_inputs(8)
+    knobs = {"temperature": [0.7] * 7 + [0.0], "top_p": [0.95, 0.8, 1.0, 1.0] * 2, "min_p": [0.0, 0.0, 0.05, 0.0] * 2}
+    for name, values in knobs.items():
+        floats[:, sampling.FLOAT_COLUMNS.index(name)] = values
+    for name, values in {"top_k": [20, 0, 0, 0] * 2, "seed_low": range(8), "position": range(8)}.items():
+        ints[:, sampling.INT_COLUMNS.index(name)] = values
 
     def draw(implementation):
         def run(logits, ints, floats):
             inputs = sampling.SamplingInputs.unpack(ints, floats)
-            return sampling.sample(logits, inputs, lambda: no_bias(8), sampling.SAMPLE, implementation)
+            return sampling.sample(logits, inputs, tuple, sampling.SAMPLE, implementation)  # no bias in this mode
 
         return np.asarray(jax.jit(run)(logits, ints, floats))
 
