@@ -23,7 +23,7 @@ CODES = specs.AttentionShape(
 )
 """Scaled codes as TPU kernels take them; those of `specs.SMALL` have pages too short."""
 
-FAST = ("page-16", "page-64-head", "gqa-7-dim-128", "bfloat16-dim-128", CODES.name)
+FAST = ("page-16", "page-64-head", CODES.name)
 
 
 def slow(*values: Any) -> Any:

@@ -18,7 +18,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *map(slow, CASES[3:])], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:3], *map(slow, (*CASES[:1], *CASES[3:]))], ids=str)
 def test_rows_are_stored_where_they_belong(case):
     with tpu_support.interpreting():
         check(case, "mosaic_tpu")

@@ -58,6 +58,7 @@ def test_limits_of_heads_and_short_blocks(monkeypatch):
     check(shape, limit)
 
 
+@pytest.mark.slow
 def test_poison_and_place_change_nothing():
     shape = CODES
     lse, scores = compute(api, shape, limits(shape), poison=0.0)
