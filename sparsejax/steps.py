@@ -241,21 +241,9 @@ def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVSt
     return state.replace(tables={**state.tables, name: table})
 
 
-@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
-def decode_logits(
+def _decode_logits(
     statics: Statics, weights: Weights, state: KVState, rows: jax.Array, updates: jax.Array
 ) -> tuple[KVState, jax.Array]:
-    """Appends one token to each row of a batch: `decode_step` without its sampling.
-
-    Args:
-      statics: what the program is compiled for.
-      weights: the model's weights.
-      state: donated.
-      rows, updates: as in `DecodeInputs`; every row needs a page for its next token.
-
-    Returns:
-      the new state, and float32 [batch, vocab].
-    """
     name = statics.method.granularity.value
     state = _update_tables(statics, state, updates)
     rows, forced = rows.T
@@ -277,20 +265,26 @@ def decode_logits(
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
-def prefill_logits(
-    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
+def decode_logits(
+    statics: Statics, weights: Weights, state: KVState, rows: jax.Array, updates: jax.Array
 ) -> tuple[KVState, jax.Array]:
-    """Appends a prompt chunk to each row of a batch: `prefill_chunk` without its sampling.
+    """Appends one token to each row of a batch: `decode_step` without its sampling.
 
     Args:
       statics: what the program is compiled for.
       weights: the model's weights.
       state: donated.
-      tokens, rows, updates: as in `PrefillInputs`; pages for all new tokens must be in the table.
+      rows, updates: as in `DecodeInputs`; every row needs a page for its next token.
 
     Returns:
-      the new state, and float32 [batch, vocab] of each row's last token.
+      the new state, and float32 [batch, vocab].
     """
+    return _decode_logits(statics, weights, state, rows, updates)
+
+
+def _prefill_logits(
+    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
     name = statics.method.granularity.value
     state = _update_tables(statics, state, updates)
     rows, num_new, first, _ = rows.T
@@ -315,6 +309,24 @@ def prefill_logits(
         counts=counts,
     )
     return state, model.logits(statics.spec, weights, stream, statics.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def prefill_logits(
+    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
+    """Appends a prompt chunk to each row of a batch: `prefill_chunk` without its sampling.
+
+    Args:
+      statics: what the program is compiled for.
+      weights: the model's weights.
+      state: donated.
+      tokens, rows, updates: as in `PrefillInputs`; pages for all new tokens must be in the table.
+
+    Returns:
+      the new state, and float32 [batch, vocab] of each row's last token.
+    """
+    return _prefill_logits(statics, weights, state, tokens, rows, updates)
 
 
 @functools.partial(jax.jit, static_argnames=("mode", "implementation"), donate_argnames=("state",))
@@ -364,7 +376,7 @@ def decode_step(
     Returns:
       the new state, and the sampled tokens.
     """
-    state, logits = decode_logits.__wrapped__(statics, weights, state, inputs.rows, inputs.updates)
+    state, logits = _decode_logits(statics, weights, state, inputs.rows, inputs.updates)
     rows = inputs.rows[:, 0]
     return sample_rows(state, logits, rows, rows != 0, inputs.ints, inputs.floats, mode, statics.implementation)
 
@@ -385,7 +397,7 @@ def prefill_chunk(
     Returns:
       the new state, and the sampled tokens (-1 for rows that did not sample).
     """
-    state, logits = prefill_logits.__wrapped__(statics, weights, state, inputs.tokens, inputs.rows, inputs.updates)
+    state, logits = _prefill_logits(statics, weights, state, inputs.tokens, inputs.rows, inputs.updates)
     rows, wanted = inputs.rows[:, 0], inputs.rows[:, 3] != 0
     return sample_rows(state, logits, rows, wanted, inputs.ints, inputs.floats, mode, statics.implementation)
 

@@ -8,6 +8,8 @@ the tensor cores have work while the exponentials of a step are taken. The two w
 (`turn`), which puts one's exponentials beside the other's products.
 """
 
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import functools
