@@ -121,12 +121,10 @@ def score(model: Any, method: str, windows: list[list[int]], prompt_tokens: int)
     ]
     losses = [np.concatenate([np.asarray(x) for x in first])]
     numbers = list(range(1, count + 1))
-    ticket = None
-    for place in range(prompt_tokens, size - 1):
-        ticket = rows.decode(numbers, ids[:, place].tolist())
-        losses.append(loss(ticket.logits, ids[:, place + 1]))  # type: ignore[arg-type]
-        if not ticket.result().ok.all():
-            raise RuntimeError(f"{method}: the logits of token {place + 1} are not finite")
+    losses += [
+        loss(rows.logits(numbers, ids[:, place].tolist()), ids[:, place + 1])  # type: ignore[arg-type]
+        for place in range(prompt_tokens, size - 1)
+    ]
     page_bytes = sequence_page_nbytes(geometry, (chosen,), storage) / geometry.head_pages_per_sequence_page
     resident_bytes = rows.used_head_pages * page_bytes / count
     read_bytes = step_bytes(chosen, storage, geometry, rows.length(1))

@@ -179,6 +179,32 @@ def test_perplexity(tiny, tmp_path):
         assert 0 < method["perplexity"] < 2 * dense["perplexity"], name
 
 
+@pytest.mark.slow
+def test_quality(tmp_path):
+    found = run("quality", tmp_path, "--quick")["lengths"]["1400"]
+    assert found["contexts"] == 2
+    for name, facts in found["variants"].items():
+        assert "invalid" not in facts, name
+        value, low, high = facts["kl_nats"]
+        assert low <= value <= high, name
+    assert found["variants"]["random eviction 128"]["kl_nats"][0] > found["variants"]["fp8_kv"]["kl_nats"][0]
+    page = (tmp_path / "quality.md").read_text()
+    assert "| snapkv 128 |" in page
+    assert (tmp_path / "quality_divergence_resident.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_quality_of_local_tasks(tmp_path):
+    item = {"context": "The sun rises in the", "choices": [" east", " west and north"], "gold": 0}
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "sky.jsonl").write_text("\n".join([json.dumps(item)] * 3))
+    options = ("--quick", "--tasks", folder, "--limit", 2, "--methods", "fp8_kv")
+    found = run("quality", tmp_path, *options)["local_tasks"]["sky"]
+    assert (found["items"], found["chance"]) == (2, 0.5)
+    assert set(found["variants"]) == {"dense", "fp8_kv"}
+
+
 class Scripted(http.server.BaseHTTPRequestHandler):
     """Three pieces of text for each completion; prompts that hold "Anne" are refused."""
 

@@ -1,0 +1,166 @@
+"""Lines with intervals as SVG, for quality against size: no dependency, and a file that diffs.
+
+Series differ in colour, marker and dash, so that none of them is needed to tell them apart.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# Okabe and Ito's palette, which people with any common colour blindness can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#7f7f7f")
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3", "8 3 2 3")
+MARKERS = ("circle", "square", "triangle", "diamond")
+_LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 70, 40, 480, 300, 250
+
+
+class Point(NamedTuple):
+    """One measurement with its interval; a bound that is not finite is not drawn."""
+
+    x: float
+    y: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+class Axis:
+    """Maps values to pixels.
+
+    Args:
+      values: what must fit; those that are not finite are left out.
+      start, end: pixels of the least and the largest value.
+      log: logarithmic; all values must be above 0.
+      zero: a linear axis starts at 0.
+
+    Raises:
+      ValueError: nothing to show, or a logarithm of what has none.
+    """
+
+    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False, zero: bool = False):
+        shown = [value for value in values if math.isfinite(value)]
+        if not shown:
+            raise ValueError("an axis needs a value")
+        if log and min(shown) <= 0:
+            raise ValueError(f"a logarithmic axis needs values above 0, got {min(shown)}")
+        self.log, self.start, self.end = log, start, end
+        low, high = min(shown), max(shown)
+        if log:
+            self.ticks = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+            if len(self.ticks) < 4:
+                self.ticks = sorted({tick * k for tick in self.ticks for k in (1, 2, 5)})
+        else:
+            low = min(0.0, low) if zero else low
+            step = _nice((high - low or abs(high) or 1.0) / 5)
+            self.ticks = [step * i for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
+        inside = [tick for tick in self.ticks if low <= tick <= high]
+        before = [tick for tick in self.ticks if tick < low][-1:] if low not in inside else []
+        after = [tick for tick in self.ticks if tick > high][:1] if high not in inside else []
+        self.ticks = before + inside + after
+        self.low, self.high = min(low, *self.ticks), max(high, *self.ticks)
+        if self.low == self.high:
+            self.low, self.high = (self.low / 2, self.high * 2) if log else (self.low - 1, self.high + 1)
+
+    def __call__(self, value: float) -> float:
+        value = min(max(value, self.low), self.high)
+        pick = math.log if self.log else float
+        share = (pick(value) - pick(self.low)) / (pick(self.high) - pick(self.low))
+        return self.start + share * (self.end - self.start)
+
+
+def _nice(step: float) -> float:
+    """The next larger of 1, 2, 2.5 and 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= step * (1 - 1e-9))
+
+
+def svg(
+    title: str,
+    series: Mapping[str, Sequence[Point]],
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    levels: Mapping[str, float] | None = None,
+    percent_x: bool = False,
+) -> str:
+    """A line with markers and intervals per series, over one pair of axes.
+
+    Args:
+      title, x_label, y_label: texts.
+      series: points by name, drawn in the order of x.
+      log_x, log_y: logarithmic axes.
+      levels: named horizontal lines, such as chance.
+      percent_x: x ticks as percentages.
+
+    Raises:
+      ValueError: no points, more series than can be told apart, or values that a logarithmic axis can't show.
+    """
+    if len(series) > len(COLOURS):
+        raise ValueError(f"{len(series)} series can't be told apart; {len(COLOURS)} can")
+    levels = levels or {}
+    points = [point for line in series.values() for point in line]
+    bounds = [bound for point in points for bound in point[1:] if not (log_y and bound <= 0)]
+    x = Axis([point.x for point in points], _LEFT, _LEFT + _WIDTH, log_x, zero=True)
+    y = Axis([*bounds, *levels.values()], _TOP + _HEIGHT, _TOP, log_y, zero=True)
+    parts = [f'<text x="8" y="18" font-size="14" font-weight="bold">{html.escape(title)}</text>']
+    for tick in x.ticks:
+        shown = f"{tick * 100:.3g}%" if percent_x else f"{tick:.3g}"
+        parts.append(_line(x(tick), _TOP, x(tick), _TOP + _HEIGHT, "#e0e0e0"))
+        parts.append(f'<text x="{x(tick):.1f}" y="{_TOP + _HEIGHT + 15}" text-anchor="middle">{shown}</text>')
+    for tick in y.ticks:
+        parts.append(_line(_LEFT, y(tick), _LEFT + _WIDTH, y(tick), "#e0e0e0"))
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.3g}</text>')
+    middle_x, middle_y = _LEFT + _WIDTH / 2, _TOP + _HEIGHT / 2
+    parts.append(f'<text x="{middle_x}" y="{_TOP + _HEIGHT + 34}" text-anchor="middle">{html.escape(x_label)}</text>')
+    turned = f'transform="rotate(-90 16 {middle_y})"'
+    parts.append(f'<text x="16" y="{middle_y}" text-anchor="middle" {turned}>{html.escape(y_label)}</text>')
+    for name, level in levels.items():
+        parts.append(_line(_LEFT, y(level), _LEFT + _WIDTH, y(level), "#404040", "1 3"))
+        parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y(level) + 4:.1f}">{html.escape(name)}</text>')
+    for i, (name, line) in enumerate(series.items()):
+        colour, dash, marker = COLOURS[i], DASHES[i], MARKERS[i % len(MARKERS)]
+        ordered = sorted(line)
+        path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in ordered)
+        style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
+        parts.append(f'<polyline points="{path}" {style}/>')
+        for point in ordered:
+            if math.isfinite(point.low) and math.isfinite(point.high):
+                parts.append(_line(x(point.x), y(point.low), x(point.x), y(point.high), colour))
+            parts.append(_marker(marker, x(point.x), y(point.y), colour))
+        at = _TOP + 10 + 18 * i
+        left = _LEFT + _WIDTH + 60
+        parts.append(_line(left, at, left + 28, at, colour, dash, 2))
+        parts.append(_marker(marker, left + 14, at, colour))
+        parts.append(f'<text x="{left + 34}" y="{at + 4}">{html.escape(name)}</text>')
+    size = f'width="{_LEFT + _WIDTH + _LEGEND}" height="{_TOP + _HEIGHT + 48}"'
+    body = "\n".join(parts)
+    font = 'font-family="sans-serif" font-size="11"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{body}\n</svg>\n'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "", width: float = 1) -> str:
+    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {ends} stroke="{colour}" stroke-width="{width:g}" stroke-dasharray="{dash}"/>'
+
+
+def _marker(kind: str, x: float, y: float, colour: str) -> str:
+    if kind == "circle":
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
+    corners = {
+        "square": ((-3.5, -3.5), (3.5, -3.5), (3.5, 3.5), (-3.5, 3.5)),
+        "triangle": ((0, -5), (4.5, 4), (-4.5, 4)),
+        "diamond": ((0, -5), (5, 0), (0, 5), (-5, 0)),
+    }[kind]
+    path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon points="{path}" fill="{colour}"/>'
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes what `svg` gave."""
+    path.write_text(text, "utf-8")
+    print(f"wrote {path}")
