@@ -6,8 +6,10 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from sparsejax import registry
 from sparsejax.geometry import Geometry
 from sparsejax.pallas_kernels import api, platforms, tpu_support
 from sparsejax.pallas_kernels.layout import PageView
@@ -53,11 +55,37 @@ def test_what_is_not_served_has_a_reason(change, reason):
     assert reason in str(problem(**change))
 
 
+def tracing_for_a_tpu(monkeypatch):
+    config = types.SimpleNamespace(jax_default_device=types.SimpleNamespace(platform="tpu"))
+    monkeypatch.setattr(platforms, "jax", types.SimpleNamespace(config=config))
+
+
+@pytest.mark.parametrize("spec", ["plain", "fp8_kv", "fp8_kv(fp8_kv_scale_mode=unit)"])
+def test_rows_that_fill_the_lanes_hold_the_same_heads(spec, monkeypatch):
+    geometry = Geometry(2, 4, 2, 64, 16, 64, 1.0, "float32")
+    storage = registry.resolve(spec)[1]
+    k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((3, 16, 2, 64)), jnp.float32) for i in range(2))
+
+    def stored():
+        rows = storage.encode(storage.params, geometry, jnp.int32(0), k, v)
+        tiles = {name: jnp.moveaxis(row, 2, 1) for name, row in rows.items()}
+        return rows, storage.load_tile(storage.params, geometry, tiles, jnp.int32(0))
+
+    _, wanted = stored()
+    tracing_for_a_tpu(monkeypatch)
+    rows, found = stored()
+    for name, array in storage.payload(storage.params, geometry).items():
+        assert (rows[name].shape[3:], rows[name].dtype) == (array.shape[1:], array.dtype)
+    assert rows["k"].shape[3:] == (128,)
+    assert not np.asarray(rows["k"], np.float32)[..., 64:].any()
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_default_device_decides_for_which_platform_is_traced(monkeypatch):
     assert api.platform() == jax.default_backend()
     assert "needs a TPU" in str(tpu_support.platform_problem())
-    config = types.SimpleNamespace(jax_default_device=types.SimpleNamespace(platform="tpu"))
-    monkeypatch.setattr(platforms, "jax", types.SimpleNamespace(config=config))
+    tracing_for_a_tpu(monkeypatch)
     assert api.platform() == "tpu"
     assert tpu_support.platform_problem() is None
     assert problem(head_dim=64) is None  # rows are stored with 128
