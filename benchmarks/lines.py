@@ -49,20 +49,18 @@ class Axis:
         self.log, self.start, self.end = log, start, end
         low, high = min(shown), max(shown)
         if log:
-            self.ticks = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
-            if len(self.ticks) < 4:
-                self.ticks = sorted({tick * k for tick in self.ticks for k in (1, 2, 5)})
+            # A tenth more on both sides, and in any case enough for two ticks.
+            self.low, self.high = min(low / 1.1, high / 2.6), high * 1.1
+            wide = math.log10(self.high / self.low) > 3
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            ticks = [10.0**power * k for power in decades for k in ((1,) if wide else (1, 2, 5))]
+            self.ticks = [tick for tick in ticks if self.low <= tick <= self.high]
         else:
             low = min(0.0, low) if zero else low
             step = _nice((high - low or abs(high) or 1.0) / 5)
-            self.ticks = [step * i for i in range(math.floor(low / step), math.ceil(high / step) + 1)]
-        inside = [tick for tick in self.ticks if low <= tick <= high]
-        before = [tick for tick in self.ticks if tick < low][-1:] if low not in inside else []
-        after = [tick for tick in self.ticks if tick > high][:1] if high not in inside else []
-        self.ticks = before + inside + after
-        self.low, self.high = min(low, *self.ticks), max(high, *self.ticks)
-        if self.low == self.high:
-            self.low, self.high = (self.low / 2, self.high * 2) if log else (self.low - 1, self.high + 1)
+            first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+            self.ticks = [step * i for i in range(first, max(last, first + 1) + 1)]
+            self.low, self.high = self.ticks[0], self.ticks[-1]
 
     def __call__(self, value: float) -> float:
         value = min(max(value, self.low), self.high)

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,12 +121,19 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         print(f"one prefill for {names}" + (f": {pool.why_alone}" if pool.why_alone else ""))
     if not arguments.tasks:
         steps = sweep.num_steps(groups, contexts)
+    seconds: dict[str, float] = {}
     with tqdm.tqdm(total=steps, unit="part", dynamic_ncols=True) as bar:
+        last = time.perf_counter()
 
         def progress(text: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            seconds[text] = seconds.get(text, 0.0) + now - last
+            last = now
             bar.set_postfix_str(text, refresh=False)
             bar.update()
 
+        facts["seconds"] = seconds  # compilation included
         if arguments.tasks:
             return {"local_tasks": local.run(model, groups, items, progress)}, facts
         outcomes = sweep.run(model, groups, contexts, progress)

@@ -34,6 +34,7 @@ _OPENING = (
 )
 _READ = "User: Read this document.\n\nDocument:\n\n"
 _ASK = "\n\nUser: {ask}\n\nAssistant: {lead}"
+_KEYED = 'The password of the {key} is "{key}'
 _TOOL = 'Tool: {{"status": "ok", "order": {order}, "items": {items}, "place": "{place}", "label": "type{value}"}}'
 
 
@@ -159,13 +160,11 @@ def make_context(
     order = rng.randrange(10000, 100000)
     document = [(f"The secret word of the old captain is{words[single]}.", "single")]
     document += [
-        (f"The password of the {place} is{words[i]}.", f"key{n}")
+        (_KEYED.format(key=place) + f'{words[i]}".', f"key{n}")
         for n, (place, i) in enumerate(zip(places[:4], keyed, strict=True))
     ]
     document += [(f"One of the presents for Mr. Brown is{words[i]}.", f"value{n}") for n, i in enumerate(several)]
-    document.append(
-        (f"Variable {names[0]} is{words[variable]}. Variable {names[1]} equals variable {names[0]}.", "var")
-    )
+    document.append((f"Note: {names[0]} ={words[variable]}. {names[1]} = {names[0]}.", "var"))
     rng.shuffle(document)
     items = rng.randrange(2, 30)
     document.insert(
@@ -207,7 +206,16 @@ def make_context(
     asked = rng.sample(range(4), 2)
     questions = [
         what("single", "secret word of the old captain", "single", single),
-        *(what("multi_key", f"password of the {places[n]}", f"key{n}", keyed[n]) for n in asked),
+        *(
+            question(
+                "multi_key",
+                f"What is the password of the {places[n]}?",
+                _KEYED.format(key=places[n]),
+                f"key{n}",
+                keyed[n],
+            )
+            for n in asked
+        ),
         question(
             "multi_value",
             "What are the presents for Mr. Brown?",
@@ -215,7 +223,7 @@ def make_context(
             "value0",
             *several,
         ),
-        question("variable", f"What is variable {names[1]}?", f"Variable {names[1]} is", "var", variable),
+        question("variable", f"What is {names[1]}?", f"{names[1]} =", "var", variable),
         question(
             "tool_result",
             f"Which label has order {order}?",

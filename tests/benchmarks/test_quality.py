@@ -132,7 +132,9 @@ def test_questions_can_be_answered_from_the_context_only():
             assert question.chance == len(question.answers) / 11
             lead = text(question.ids).rpartition("\n\nAssistant: ")[2]
             if question.task == "variable":
-                assert f"equals variable {shown.split(' equals variable ')[1][0]}" in shown
+                # Behind the asked name stands another name, and behind that one the value.
+                name = shown.split(lead)[1][0]
+                assert shown.split(f"Note: {name} =")[1][1] == chr(question.answers[0])
                 continue
             # The words behind the answer's beginning are what the context says behind the same words.
             told = {part[0] for part in shown.lower().split(lead.lower())[1:]}
@@ -422,7 +424,10 @@ def test_lines_are_valid_and_escape_text():
 
 def test_lines_put_values_where_they_belong():
     axis = lines.Axis([0.01, 1.0], 0.0, 100.0, log=True)
-    assert [axis(x) for x in (0.01, 0.1, 1.0)] == pytest.approx([0.0, 50.0, 100.0])
+    assert [axis(x) for x in (0.01 / 1.1, 0.1, 1.1)] == pytest.approx([0.0, 50.0, 100.0])
+    assert axis.ticks == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
+    assert lines.Axis([1e-4, 1.0], 0, 1, log=True).ticks == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0])
+    assert len(lines.Axis([0.3], 0, 1, log=True).ticks) >= 1
     axis = lines.Axis([2.0, 10.0], 100.0, 0.0, zero=True)
     assert [axis(y) for y in (0.0, 5.0, 10.0)] == pytest.approx([100.0, 50.0, 0.0])
     assert axis(math.inf) == 0.0
