@@ -5,50 +5,28 @@
     state = maintain_step(statics, state, plan, kind=..., phase=..., kept=...)
 
 The state is donated: use the returned one. Shapes are static (the batch bucket, the chunk bucket, the table width);
-lengths and page counts are data, so a growing context never recompiles. Layers are unrolled around an inner jit per
-role, so layers that behave alike share one trace.
+lengths and page counts are data, so a growing context never recompiles. What happens in a layer is in
+`sparsejax.forward`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.geometry import Geometry
-from sparsejax.method import EvictContext, Method, Phase, SelectContext, Written
+from sparsejax.forward import Batch, Cache, Statics, layers, load_tile, payload_names
+from sparsejax.method import EvictContext, Phase, Written
 from sparsejax.models.registry import get_architecture
-from sparsejax.models.spec import ModelSpec, Stream, Weights
+from sparsejax.models.spec import Weights
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.heads import Heads
-from sparsejax.pallas_kernels.layout import POSITIONS, PageView
+from sparsejax.pallas_kernels.layout import POSITIONS
 from sparsejax.sampling import StepOutputs, sample_rows
 from sparsejax.sampling import greedy_inputs as greedy_inputs
 from sparsejax.state import IN_PROMPT, KVState, layer_view
-from sparsejax.storage import Storage
-
-
-@dataclasses.dataclass(frozen=True)
-class Statics:
-    """What a program is compiled for. Hashable.
-
-    Attributes:
-      spec: the model.
-      geometry: attention shape, page size and window.
-      method: the sparse method of every row in the batch.
-      storage: how rows are stored.
-      implementation: kernel implementation, None or "auto" to choose.
-    """
-
-    spec: ModelSpec
-    geometry: Geometry
-    method: Method
-    storage: Storage
-    implementation: str | None = None
 
 
 class DecodeInputs(NamedTuple):
@@ -96,144 +74,6 @@ class MaintainInputs(NamedTuple):
     observed: jax.Array
 
 
-class Cache(NamedTuple):
-    """The arrays that layers update in turn."""
-
-    pools: dict[str, jax.Array]
-    page_aux: dict[str, jax.Array]
-    row_aux: dict[str, jax.Array]
-
-
-class Batch(NamedTuple):
-    """The rows of a step: what all layers share.
-
-    Attributes:
-      rows: int32 [batch].
-      table: int32 [layers or 1, heads or 1, batch, columns].
-      start: int32 [layers or 1, heads or 1, batch]: rows before this step.
-      num_new: int32 [batch]: rows that this step appends.
-      positions: int32 [batch, chunk].
-    """
-
-    rows: jax.Array
-    table: jax.Array
-    start: jax.Array
-    num_new: jax.Array
-    positions: jax.Array
-
-
-def _payload_names(cache: Cache) -> tuple[str, ...]:
-    return tuple(name for name in cache.pools if name != POSITIONS)
-
-
-def _load_tile(statics: Statics):
-    return functools.partial(statics.storage.load_tile, statics.storage.params, statics.geometry)
-
-
-def _append(
-    statics: Statics, phase: str, layer: jax.Array, batch: Batch, cache: Cache, view: PageView, heads: Heads
-) -> tuple[jax.Array, Cache]:
-    """Stores new rows after those of `view` and tells the method; returns queries [batch, chunk, q_heads, head_dim]."""
-    geometry, storage, method = statics.geometry, statics.storage, statics.method
-    encode = functools.partial(storage.encode, storage.params, geometry)
-    what = {"num_new": batch.num_new, "positions": batch.positions, "encode": encode, "layer": layer}
-    q, k, v, pools = api.append(heads, cache.pools, view, **what, implementation=statics.implementation)
-    cache = cache._replace(pools=pools)
-    if method.on_write is None:
-        return q, cache
-    head_pages, offsets, valid = view.places(batch.num_new, q.shape[1], geometry.page_size)
-    # Aux is computed from what attention will read back, so that rebuilding it from pages gives the same.
-    # It is encoded again rather than read from the pool, which XLA would copy to be read between two updates.
-    tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in encode(layer, k, v).items()}
-    stored, _ = _load_tile(statics)(tiles, layer)
-    written = Written(
-        phase="token" if phase == "decode" else "chunk",
-        rows=batch.rows,
-        layer=layer,
-        keys=jnp.moveaxis(stored, 1, 2),
-        queries=q,
-        positions=batch.positions,
-        head_pages=head_pages,
-        offsets=offsets,
-        valid=valid,
-        num_valid=batch.num_new,
-        implementation=statics.implementation,
-    )
-    page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
-    return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
-
-
-def _last_tokens(num_new: jax.Array, x: jax.Array) -> jax.Array:
-    """[batch, chunk, ...] -> [batch, ...]: of each row's last new token."""
-    last = jnp.maximum(num_new - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
-    return jnp.take_along_axis(x, last, axis=1)[:, 0]
-
-
-@functools.partial(jax.jit, static_argnames=("statics", "role", "phase", "ends"))
-def _layer(
-    statics: Statics,
-    role: str,
-    phase: str,
-    ends: bool,
-    layer: jax.Array,
-    weights: Weights,
-    stream: Stream,
-    batch: Batch,
-    cache: Cache,
-    carry: Any,
-) -> tuple[Stream, Cache, Any]:
-    """One layer of a decode step (hidden states [batch, hidden]) or a prefill chunk ([batch, chunk, hidden]).
-
-    If it `ends` a prefill, it stores keys and values of all tokens as ever, but only each row's last token attends and
-    goes on ([batch, hidden]): nothing reads what the others would become.
-    """
-    geometry, method = statics.geometry, statics.method
-    view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
-    box: dict[str, Any] = {"cache": cache, "carry": carry}
-    attention = {"load_tile": _load_tile(statics), "layer": layer, "scale": geometry.scale}
-    attention["implementation"] = statics.implementation
-
-    def attend(heads: Heads) -> jax.Array:
-        decoding = phase == "decode"
-        if decoding:
-            heads = heads._replace(qkv=heads.qkv[:, None], cos=heads.cos[:, None], sin=heads.sin[:, None])
-        q, cache = _append(statics, phase, layer, batch, box["cache"], view, heads)
-        box["cache"] = cache
-        grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
-        names = _payload_names(cache)
-        if not decoding and not ends:
-            out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
-            return out
-        q = q[:, 0] if decoding else _last_tokens(batch.num_new, q)
-        if decoding and method.select is not None:
-            context = SelectContext(
-                geometry, role, layer, q, grown, cache.page_aux, box["carry"], statics.implementation
-            )
-            selection = method.select(method.params, context)
-            grown, box["carry"] = selection.view, selection.carry
-        out, _ = api.decode_attention(q, cache.pools, names, grown, **attention)
-        return out
-
-    positions = batch.positions[:, 0] if phase == "decode" else batch.positions
-    model = get_architecture(statics.spec.architecture)
-    pick = functools.partial(_last_tokens, batch.num_new) if ends else None
-    stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation, pick)
-    return stream, box["cache"], box["carry"]
-
-
-def _layers(statics: Statics, phase: str, weights: Weights, stream: Stream, batch: Batch, cache: Cache):
-    carry = None
-    num_layers = statics.geometry.num_layers
-    for layer, role in enumerate(statics.method.roles(num_layers)):
-        ends = phase == "prefill" and layer == num_layers - 1
-        layer_weights = weights["layers"][layer]
-        with jax.named_scope(f"layer_{layer}"):
-            stream, cache, carry = _layer(
-                statics, role, phase, ends, jnp.int32(layer), layer_weights, stream, batch, cache, carry
-            )
-    return stream, cache
-
-
 def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
     name = statics.method.granularity.value
     layer, head, row, column, page = updates.T
@@ -253,7 +93,7 @@ def _decode_logits(
     batch = Batch(rows, table, start, live, state.positions[rows][:, None])
     model = get_architecture(statics.spec.architecture)
     cache = Cache(state.pools, state.page_aux, state.row_aux)
-    stream, cache = _layers(statics, "decode", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    stream, cache = layers(statics, "decode", weights, model.embed(statics.spec, weights, tokens), batch, cache)
     state = state.replace(
         pools=cache.pools,
         page_aux=cache.page_aux,
@@ -296,7 +136,7 @@ def _prefill_logits(
     batch = Batch(rows, state.tables[name][:, :, rows], start, num_new, position[:, None] + step[None, :])
     model = get_architecture(statics.spec.architecture)
     cache = Cache(state.pools, state.page_aux, state.row_aux)
-    stream, cache = _layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    stream, cache = layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
     seen = jnp.where(step[None, :] < num_new[:, None], rows[:, None], 0)
     counts = state.counts.at[rows].multiply(again[:, None])
     counts = counts.at[seen, tokens].set(counts[seen, tokens] | IN_PROMPT)
@@ -441,8 +281,8 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             observed=inputs.observed,
             next_position=state.positions[row],
             pools=cache.pools,
-            names=_payload_names(cache),
-            load_tile=_load_tile(statics),
+            names=payload_names(cache),
+            load_tile=load_tile(statics),
             row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
             implementation=statics.implementation,
         )
@@ -455,7 +295,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
         target = new.pages_at(columns)  # [1, kv_heads, kept]
         rows = {pool: array[target, offsets] for pool, array in pools.items()}
         positions = rows.pop(POSITIONS)
-        keys, _ = _load_tile(statics)(rows, layer)
+        keys, _ = load_tile(statics)(rows, layer)
         written = Written(
             phase="pack",
             rows=row[None],
