@@ -10,7 +10,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import common, cpu_decode, perplexity, quiet, serve_load
+from benchmarks import common, cpu_decode, perplexity, quiet
 
 
 def test_percentile_interpolates_between_ranks():
@@ -144,31 +144,6 @@ def test_perplexity_weighs_tokens_not_windows():
     assert perplexity.perplexity([[0.0, 0.0, 0.0], [math.log(16.0)]]) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="no tokens"):
         perplexity.perplexity([[], []])
-
-
-def test_answers_become_latencies():
-    answers = [
-        serve_load.Answer(0.0, 3.0, 1.0, (0.5, 1.5), prompt_tokens=10, completion_tokens=3),
-        serve_load.Answer(0.0, 0.5, 0.5, (), prompt_tokens=6, completion_tokens=1),
-    ]
-    found = serve_load.judge(answers, ["boom"], 4.0)
-    assert (found["successful_requests"], found["failed_requests"], found["errors"]) == (2, 1, ["boom"])
-    assert found["output_tokens_per_s"] == 1.0
-    assert found["total_tokens_per_s"] == 5.0
-    assert found["ms"]["ttft"]["median"] == 750.0
-    assert (found["ms"]["tpot"]["median"], found["ms"]["tpot"]["samples"]) == (1000.0, 1)
-    assert found["ms"]["itl"]["max"] == 1500.0
-    text = serve_load.block(found)
-    assert "Output token throughput (tok/s):        1.00" in text
-    assert "P99 TTFT (ms):" in text
-    with pytest.raises(SystemExit, match="boom"):
-        serve_load.judge([], ["boom"], 1.0)
-
-
-def test_load_prompts_differ():
-    texts = serve_load.prompts(20, 300)
-    assert len(set(texts)) == 20
-    assert {len(text) for text in texts} == {300}
 
 
 @pytest.mark.parametrize("budget", [32, 256, 1024])

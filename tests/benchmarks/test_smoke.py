@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
-from benchmarks import serve_load
 from tests.conftest import ROOT
 
 TINY = {
@@ -203,59 +200,6 @@ def test_quality_of_local_tasks(tmp_path):
     found = run("quality", tmp_path, *options)["local_tasks"]["sky"]
     assert (found["items"], found["chance"]) == (2, 0.5)
     assert set(found["variants"]) == {"dense", "fp8_kv"}
-
-
-class Scripted(http.server.BaseHTTPRequestHandler):
-    """Three pieces of text for each completion; prompts that hold "Anne" are refused."""
-
-    def log_message(self, *_):
-        pass
-
-    def _send(self, status: int, kind: str, body: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def do_GET(self):
-        self._send(200, "application/json", json.dumps({"data": [{"id": "scripted"}]}))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["prompt"].startswith("refuse"):
-            self._send(400, "application/json", '{"error": {"message": "refused"}}')
-            return
-        chunks = [{"choices": [{"text": text}]} for text in ("a", "", "b", "c")]
-        chunks.append({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        if not body["prompt"].startswith("cut"):
-            lines.append("data: [DONE]\n\n")
-        self._send(200, "text/event-stream", ": comment\n\n" + "".join(lines))
-
-
-@pytest.fixture
-def scripted():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join()
-
-
-def test_serve_load(scripted, tmp_path):
-    found = run("serve_load", tmp_path, "--url", scripted, "--requests", 5, "--concurrency", 2)
-    assert (found["successful_requests"], found["failed_requests"]) == (5, 0)
-    assert (found["prompt_tokens"], found["output_tokens"]) == (35, 25)
-    assert found["ms"]["itl"]["samples"] == 10
-
-
-def test_serve_load_counts_failures(scripted):
-    client = serve_load.Client(scripted, None, 10.0)
-    bodies = [{"prompt": prompt} for prompt in ("fine", "refuse", "cut")]
-    answers, errors, _ = serve_load.run_load(client, bodies, 2)
-    assert len(answers) == 1
-    assert sorted(error.partition(":")[0] for error in errors) == ["/v1/completions", "the stream ended early"]
 
 
 @pytest.mark.slow
