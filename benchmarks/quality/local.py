@@ -101,7 +101,7 @@ def run(
         for name, found in tasks.items()
     }
     for pool in groups:
-        bench = Bench(model, pool, longest, 1, 8)
+        bench = Bench(model, pool, longest, 1, 8, 1 + max(len(choice) for _, item in items for choice in item.choices))
         verdicts: dict[tuple[str, str], list[tuple[bool, bool]]] = {}
         invalid: dict[str, str] = {}
         for name, item in items:

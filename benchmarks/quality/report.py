@@ -14,11 +14,15 @@ from benchmarks.quality.scores import Interval
 from benchmarks.quality.sweep import LATER, Found, Outcome
 from benchmarks.quality.tasks import TASKS, Context
 
+THIRDS = ("first third", "second third", "last third")
 LATER_KEYS = ("question_in_prompt", "question_later")
 
 
 def summarise(outcomes: Sequence[Outcome], contexts: Sequence[Context]) -> dict[str, Any]:
-    """By context length: the tasks, what each variant gave, and whether the controls lost. Dense comes first."""
+    """By context length: the tasks, what each variant gave, and whether the controls lost.
+
+    Dense comes first; variants without a budget come before those with the smallest.
+    """
     result = {}
     for length in dict.fromkeys(len(context.ids) for context in contexts):
         numbers = [number for number, context in enumerate(contexts) if len(context.ids) == length]
@@ -62,6 +66,20 @@ def _tasks(reference: Outcome, contexts: Sequence[Context], numbers: Sequence[in
             "dropped": scores.drop_reason(hits, trials, chance),
         }
     return result
+
+
+def _by_depth(own: Sequence[Found], contexts: Sequence[Context], kept: Sequence[str]) -> dict[str, Interval]:
+    """Share of right answers by the third of the context in which the fact lies."""
+    answers: dict[str, list[scores.Answer]] = {third: [] for third in THIRDS}
+    for found, context in zip(own, contexts, strict=True):
+        for question, answer in zip(context.questions, found.answers, strict=True):
+            if question.task in kept:
+                answers[THIRDS[min(2, int(question.depth * 3))]].append(answer)
+    return {
+        third: scores.wilson(sum(a.hits for a in part), sum(a.trials for a in part))
+        for third, part in answers.items()
+        if part
+    }
 
 
 def _share(answers: Sequence[scores.Answer]) -> float:
@@ -119,6 +137,7 @@ def _variant(
         ]
         questions = sum(question.task in kept for n in numbers for question in contexts[n].questions)
         result["retrieval"] = scores.cautious(per_context, questions)
+        result["by_depth"] = _by_depth(own, [contexts[n] for n in numbers], kept)
     asked = [task for task in LATER if task in kept]
     if asked and any(f.later for f in own):
         pairs = [
@@ -164,7 +183,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any], manifest: dict[str, Any], pictures: Sequence[pathlib.Path]) -> str:
-    """One page: what ran, the pictures, and two tables for each length."""
+    """One page: what ran, the pictures, and the tables of each length."""
     facts = [f"{manifest['model']}, {manifest['dtype']}, {manifest['device']}, {manifest['cpu']}", manifest["date"]]
     facts += [f"commit {manifest['git_commit']}", f"`{manifest['command']}`"]
     parts = ["# Quality", "How to read this: docs/quality.md.", "; ".join(map(str, facts)) + "."]
@@ -177,6 +196,8 @@ def markdown(result: dict[str, Any], manifest: dict[str, Any], pictures: Sequenc
         parts.append(_table(*_task_rows(found)))
         dropped = {task: facts["dropped"] for task, facts in found["tasks"].items() if facts["dropped"]}
         parts += ["\n".join(f"- `{task}` is dropped: {why}." for task, why in dropped.items())] if dropped else []
+        if any("by_depth" in facts for facts in found["variants"].values()):
+            parts += ["### Where the fact lies", _table(*_depth_rows(found))]
         parts += ["### Controls", "\n".join(f"- {line}" for line in control_lines(found))]
     return "\n\n".join(parts) + "\n"
 
@@ -224,6 +245,15 @@ def _task_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         if "invalid" not in facts:
             rows.append([label, *(str(facts["tasks"][name]["score"]) for name in names)])
     return ["method", *names], rows
+
+
+def _depth_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [label, *(str(facts["by_depth"].get(third, "-")) for third in THIRDS)]
+        for label, facts in found["variants"].items()
+        if "by_depth" in facts
+    ]
+    return ["method", *THIRDS], rows
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -39,7 +39,8 @@ class Found:
       length: tokens of the context.
       nll, kl, same: of each token of the continuation after the first.
       answers: to the context's questions, each part of the prompt.
-      later: question number -> answer when the context was evicted before it was asked; only of methods that evict.
+      later: question number -> answer when the context was evicted before it was asked; only of methods that evict,
+        controls excepted.
       resident_bytes, read_bytes: at the end of the continuation.
     """
 
@@ -78,19 +79,27 @@ def num_steps(pools: Sequence[Pool], contexts: Sequence[Context]) -> int:
 
 
 class Bench:
-    """One pool's runner and the rows on it. Rows 1..BATCH hold prefilled contexts, the next ones questions."""
+    """One pool's runner and the rows on it. Rows 1..BATCH hold prefilled contexts, the next ones questions.
 
-    def __init__(
-        self, model: Any, pool: Pool, max_len: int, num_questions: int, question_tokens: int, chunk: int = 512
-    ):
+    Args:
+      model: `LoadedModel`.
+      pool: what is served.
+      max_len: most tokens of a row.
+      num_questions: of each context.
+      question_tokens: of the longest question.
+      own_tokens: most that a fork appends.
+    """
+
+    def __init__(self, model: Any, pool: Pool, max_len: int, num_questions: int, question_tokens: int, own_tokens: int):
         self.pool = pool
         self.geometry = model.spec.geometry(pool.page_size, max_len)
         methods = {"base": pool.base, **{variant.label: variant.method for variant in pool.variants}}
         pages = self.geometry.pages
-        # Full pages are shared by forks; compacted ones and those written to are a row's own.
-        own = pages(question_tokens) + 2
-        kept = max((v.budget or 0 for v in pool.variants if v.method.evicts), default=0)
-        num_pages = 1 + BATCH * (self.geometry.max_pages * 2 + num_questions * own + 2 * (pages(2 * kept) + own))
+        # Full pages are shared by forks; those written to are a row's own, and so are compacted ones, which grow to
+        # at most twice the budget before they are compacted again.
+        own = pages(own_tokens) + 2
+        kept = max((2 * v.budget if v.budget else max_len for v in pool.variants if v.method.evicts), default=0)
+        num_pages = 1 + BATCH * (self.geometry.max_pages + (num_questions + 4) * own + 2 * pages(min(kept, max_len)))
         self.runner = DeviceRunner(
             model.spec,
             model.weights,
@@ -134,9 +143,10 @@ def run(
     question_tokens = max(len(question.ids) for context in contexts for question in context.questions)
     continuation = max(len(context.continuation) for context in contexts)
     longest = max(len(context.ids) for context in contexts)
-    max_len = longest + max(continuation, question_tokens) + 1
+    own_tokens = max(continuation, question_tokens)
+    max_len = longest + own_tokens + 1
     for pool in groups:
-        bench = Bench(model, pool, max_len, num_questions, question_tokens)
+        bench = Bench(model, pool, max_len, num_questions, question_tokens, own_tokens)
         found = [Outcome(variant) for variant in pool.variants]
         outcomes += found
         for numbers in batches(contexts):
@@ -158,6 +168,7 @@ def run(
                 progress(outcome.variant.label)
             for row in list(bench.base.pages):
                 bench.base.release(row)
+        del bench  # before the next one takes as much memory
     return outcomes
 
 
@@ -181,7 +192,7 @@ def _measure(
         sources = range(bench.first_question, bench.first_question + len(asked))
         for (number, _), answer in zip(asked, _answers(bench, outcome.variant, rows, sources, asked), strict=True):
             found[number].answers.append(answer)
-        if outcome.variant.method.evicts:
+        if outcome.variant.method.evicts and not outcome.variant.control:
             _ask_later(bench, outcome.variant, rows, batch, found)
     finally:
         for row in list(rows.pages):

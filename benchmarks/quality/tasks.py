@@ -17,7 +17,7 @@ TASKS = {
     "single": "one fact of its kind in the document",
     "multi_key": "one of four facts that differ in their key",
     "multi_value": "all three values of one key",
-    "variable": "a value through one assignment of a variable to another",
+    "variable": "a value told in two steps: who owns it, and who got it from the owner",
     "tool_result": "a field of a tool's JSON in the middle",
     "early_turn": "what the user said in the first turn",
 }
@@ -28,9 +28,10 @@ WORDS = (
     "shark spider sugar tomato turtle velvet wolf whale guitar basket"
 )
 PLACES = ("library", "bakery", "harbour", "museum", "garden", "chapel", "tower", "market", "mill", "station", "castle")
+NAMES = ("Oliver", "Hugo", "Felix", "Oscar", "Victor", "Martin")
 _OPENING = (
-    "User: Before we start, remember that the nickname of my brother is{early}.\n\n"
-    "Assistant: I will remember that the nickname of my brother is{early}.\n\n"
+    'User: Before we start, remember that my brother calls himself "Peter{early}".\n\n'
+    'Assistant: I will remember that your brother calls himself "Peter{early}".\n\n'
 )
 _READ = "User: Read this document.\n\nDocument:\n\n"
 _ASK = "\n\nUser: {ask}\n\nAssistant: {lead}"
@@ -156,7 +157,7 @@ def make_context(
     single, *keyed = range(5)
     several, variable, tool, early = (5, 6, 7), 8, 9, 10
     places = rng.sample(PLACES, 5)
-    names = rng.sample("XYZKQWVJ", 2)
+    giver, taker = rng.sample(NAMES, 2)
     order = rng.randrange(10000, 100000)
     document = [(f"The secret word of the old captain is{words[single]}.", "single")]
     document += [
@@ -164,7 +165,7 @@ def make_context(
         for n, (place, i) in enumerate(zip(places[:4], keyed, strict=True))
     ]
     document += [(f"One of the presents for Mr. Brown is{words[i]}.", f"value{n}") for n, i in enumerate(several)]
-    document.append((f"Note: {names[0]} ={words[variable]}. {names[1]} = {names[0]}.", "var"))
+    document.append((f"{giver} owns the{words[variable]}. {giver} gave {taker} what he owns.", "var"))
     rng.shuffle(document)
     items = rng.randrange(2, 30)
     document.insert(
@@ -200,12 +201,15 @@ def make_context(
         follow = encode(_ASK.format(ask=ask, lead=lead)) + list(vocabulary.glue)
         return Question(task, depths[fact], tuple(follow), tuple(firsts[i] for i in answers), tuple(firsts))
 
-    def what(task: str, key: str, fact: str, *answers: int) -> Question:
-        return question(task, f"What is the {key}?", f"The {key} is", fact, *answers)
-
     asked = rng.sample(range(4), 2)
     questions = [
-        what("single", "secret word of the old captain", "single", single),
+        question(
+            "single",
+            "What is the secret word of the old captain?",
+            "The secret word of the old captain is",
+            "single",
+            single,
+        ),
         *(
             question(
                 "multi_key",
@@ -223,7 +227,7 @@ def make_context(
             "value0",
             *several,
         ),
-        question("variable", f"What is {names[1]}?", f"{names[1]} =", "var", variable),
+        question("variable", f"What did {giver} give {taker}?", f"{giver} gave {taker} the", "var", variable),
         question(
             "tool_result",
             f"Which label has order {order}?",
@@ -231,7 +235,9 @@ def make_context(
             "tool",
             tool,
         ),
-        what("early_turn", "nickname of my brother", "early", early),
+        question(
+            "early_turn", "What does my brother call himself?", 'Your brother calls himself "Peter', "early", early
+        ),
     ]
     assert len(ids) == length
     return Context(tuple(ids), tuple(tail[:continuation]), tuple(questions))

@@ -132,10 +132,10 @@ def test_questions_can_be_answered_from_the_context_only():
             assert question.chance == len(question.answers) / 11
             lead = text(question.ids).rpartition("\n\nAssistant: ")[2]
             if question.task == "variable":
-                # Behind the asked name stands another name, and behind that one the value.
-                name = shown.split(lead)[1][0]
-                assert shown.split(f"Note: {name} =")[1][1] == chr(question.answers[0])
-                continue
+                # Who gave it owns it.
+                giver, taker = lead.split(" gave ")
+                assert f"{giver} gave {taker.split()[0]} what he owns" in shown
+                lead = f"{giver} owns the "
             # The words behind the answer's beginning are what the context says behind the same words.
             told = {part[0] for part in shown.lower().split(lead.lower())[1:]}
             assert {chr(i) for i in question.answers} == told, question.task
@@ -410,6 +410,18 @@ def test_dropped_tasks_count_nowhere(swept):
     assert page.count(" is dropped: dense scores") == len(tasks.TASKS) - len(kept)
 
 
+def test_answers_are_told_apart_by_depth():
+    right, wrong = scores.Answer(1, 1, True, -0.1), scores.Answer(0, 1, False, -3.0)
+    questions = [
+        tasks.Question(task, depth, (1,), (1,), (1, 2))
+        for task, depth in (("single", 0.1), ("early_turn", 0.0), ("variable", 0.99), ("multi_key", 0.5))
+    ]
+    context = tasks.Context((), (), tuple(questions))
+    found = sweep.Found(0, [], [], [], [right, wrong, right, wrong], {}, 0.0, 0.0)
+    depths = report._by_depth([found], [context], ("single", "early_turn", "variable"))
+    assert depths == {"first third": scores.wilson(1, 2), "last third": scores.wilson(1, 1)}
+
+
 # Pictures
 
 
@@ -491,7 +503,7 @@ def test_choices_are_scored_by_their_tokens(tiny):
     dense = variants.parse("dense")
     everything = dataclasses.replace(variants.parse(SNAPKV), label="all")
     [pool] = pools_of(tiny, [dense, everything], 14)
-    bench = sweep.Bench(tiny, pool, 32, 1, 8)
+    bench = sweep.Bench(tiny, pool, 32, 1, 8, 9)
     bench.base.prefill(1, item.context[:-1])
     found = local.logprobs(bench, dense, item)
     assert local.logprobs(bench, everything, item) == pytest.approx(found)
