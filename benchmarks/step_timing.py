@@ -41,9 +41,14 @@ MODELS = {
 
 def composition(method: str, budget: int, model: Model) -> str:
     """The registry's name of `method` with `budget` tokens kept or read, sinks and recent ones included."""
-    if method == "dense":
+    if method in ("dense", "fp8_kv"):
         return method
     sink, recent = min(64, budget // 8), min(512, budget // 4)
+    if method == "streamingllm":
+        # Two pages of new tokens between evictions, so that some lie in every window of steps.
+        ratio = 1 + 2 * model.page_size / budget
+        knobs = f"sink_keep_tokens={sink},recent_keep_tokens={budget - sink}"
+        return f"streamingllm({knobs},streamingllm_decode_trigger_ratio={ratio})"
     knobs = f"sink_keep_tokens={sink},decode_keep_tokens={budget - sink - recent},recent_keep_tokens={recent}"
     if method == "quest":
         return f"quest({knobs},quest_chunk_size={model.page_size},quest_skip_layers={model.dense_layers})"

@@ -106,6 +106,26 @@ def test_capacity(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("prefill", [(), ("--prefill", "--chunk", 64)], ids=["filled", "prefilled"])
+def test_decode_window(tmp_path, prefill):
+    size = ("--model", "tiny", "--contexts", 32768, "--batches", 2, "--keep", 8192, "--read", 4096)
+    steps = ("--warm-up", 3, "--steps", 40, "--rounds", 2, "--plot", tmp_path / "window.svg")
+    found = run("decode_window", tmp_path, *size, *steps, *prefill)["cases"]
+    names = ("dense", "streamingllm 64", "snapkv 64", "quest 32", "fp8_kv")
+    assert set(found) == {f"{name} B=2 L=256" for name in names}
+    for name, case in found.items():
+        assert case["valid"], (name, case["invalid_because"])
+        assert case["tokens_per_s"] == pytest.approx(2 / case["step_s"], rel=1e-3)
+        assert [window["delivered"] for window in case["windows"]] == [80, 80]
+        assert case["share_of_floor"]["measured"] > 0
+    dense, streaming, snapkv, quest, _ = found.values()
+    assert streaming["windows"][0]["calls"]["maintain"] >= 2, "no eviction in the window"
+    assert snapkv["resident_tokens"] < streaming["resident_tokens"] + 40 < dense["resident_tokens"]
+    assert quest["read_tokens"] < quest["resident_tokens"]
+    assert snapkv["over_dense"] == pytest.approx(snapkv["tokens_per_s"] / dense["tokens_per_s"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_sparse_decode(tiny, tmp_path):
     size = ("--context", 160, "--batch", 2, "--budget", 64, "--steps", 3, "--rounds", 1)
     found = run("sparse_decode", tmp_path, "--model", tiny, "--load-format", "dummy", *size)
