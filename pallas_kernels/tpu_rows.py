@@ -105,24 +105,39 @@ class Plan(NamedTuple):
 
     def lay_out(self, new: jax.Array) -> jax.Array:
         """[batch, chunk, kv_heads, ...] -> [batch * tiles, kv_heads, rows, ...]; what is not new is arbitrary."""
-        batch, chunk, heads, *rest = new.shape
-        new = new.swapaxes(1, 2)
-        if chunk == 1:
-            laid_out = jnp.broadcast_to(new, (batch, heads, self.rows, *rest))
+        return lay_out(new, self.offset, self.rows, self.tiles)
+
+
+def lay_out(new: jax.Array, offset: jax.Array, rows: int, tiles: int) -> jax.Array:
+    """New rows as the tiles that they belong to.
+
+    Args:
+      new: [batch, chunk, kv_heads, ...].
+      offset: int32 [batch, heads or 1]: row of the first tile at which they begin.
+      rows: of a tile; a chunk of one has a tile of its own, which is full of it.
+      tiles: of a sequence.
+
+    Returns:
+      [batch * tiles, kv_heads, rows, ...]; what is not new is arbitrary.
+    """
+    batch, chunk, heads, *rest = new.shape
+    new = new.swapaxes(1, 2)
+    if chunk == 1:
+        laid_out = jnp.broadcast_to(new, (batch, heads, rows, *rest))
+    else:
+        size = tiles * rows
+        around = ((0, 0), (0, 0), (rows, size - chunk), *[(0, 0)] * len(rest))
+        new = jnp.pad(new, around)
+
+        def shifted(new: jax.Array, offset: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(new, rows - offset, size, axis=new.ndim - 1 - len(rest))
+
+        if offset.shape[1] == 1:
+            laid_out = jax.vmap(shifted)(new, offset[:, 0])
         else:
-            size = self.tiles * self.rows
-            around = ((0, 0), (0, 0), (self.rows, size - chunk), *[(0, 0)] * len(rest))
-            new = jnp.pad(new, around)
-
-            def shifted(new: jax.Array, offset: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_slice_in_dim(new, self.rows - offset, size, axis=new.ndim - 1 - len(rest))
-
-            if self.offset.shape[1] == 1:
-                laid_out = jax.vmap(shifted)(new, self.offset[:, 0])
-            else:
-                laid_out = jax.vmap(jax.vmap(shifted))(new, self.offset)
-        laid_out = laid_out.reshape(batch, heads, self.tiles, self.rows, *rest).swapaxes(1, 2)
-        return laid_out.reshape(batch * self.tiles, heads, self.rows, *rest)
+            laid_out = jax.vmap(jax.vmap(shifted))(new, offset)
+    laid_out = laid_out.reshape(batch, heads, tiles, rows, *rest).swapaxes(1, 2)
+    return laid_out.reshape(batch * tiles, heads, rows, *rest)
 
 
 def _store_numbers(pool: jax.Array, new: jax.Array, plan: Plan) -> jax.Array:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ class Case:
     dim: int = 64
     dtype: str = "float32"
     per_head: bool = False
+    adjacent: bool = False  # heads of a page lie side by side
 
 
 CASES = (
@@ -35,11 +38,20 @@ CASES = (
 )
 
 
-def check(case: Case, implementation: str) -> None:
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    return jax.jit(function)(*arguments)
+
+
+def check(case: Case, implementation: str, call: Callable[..., Any] = compiled) -> None:
+    """`call(function, *arguments)` is how the function is run."""
     rng = np.random.default_rng(len(case.lengths))
     batch, columns = len(case.lengths), -(-(max(case.lengths) + case.chunk) // case.page)
-    pages = 1 + rng.permutation(batch * case.heads * columns).reshape(batch, case.heads, columns)
-    num_pages = pages.size + 1
+    if case.adjacent:
+        entries = 1 + rng.permutation(batch * columns).reshape(batch, 1, columns)
+        pages = entries * case.heads + np.arange(case.heads)[:, None]
+    else:
+        pages = 1 + rng.permutation(batch * case.heads * columns).reshape(batch, case.heads, columns)
+    num_pages = -(-(pages.max() + 1) // 8) * 8  # as TPUs need it
     everything = rng.standard_normal((batch, columns * case.page, case.heads, case.dim))
     everything = np.asarray(jnp.asarray(everything, case.dtype), np.float32)
     low, high = (np.full((num_pages, case.dim), 7.0, np.float32) for _ in range(2))  # what freed pages leave behind
@@ -61,13 +73,12 @@ def check(case: Case, implementation: str) -> None:
     for sequence, (length, new) in enumerate(zip(case.lengths, case.new, strict=True)):
         recount(sequence, length + new, length)
 
-    @jax.jit
     def compute(low, high, keys, head_pages, offsets, num_valid):
         options = {"num_valid": num_valid, "page_size": case.page, "implementation": implementation}
         return api.page_bounds(low, high, keys, head_pages, offsets, **options)
 
     arrays = [jnp.asarray(keys, case.dtype), *(jnp.asarray(x, jnp.int32) for x in (head_pages, offsets, case.new))]
-    found = compute(*before, *arrays)
+    found = call(compute, *before, *arrays)
     for bounds, wanted in zip(found, (low, high), strict=True):
         assert bounds.dtype == jnp.dtype(case.dtype)
         np.testing.assert_array_equal(np.asarray(bounds, np.float32)[1:], wanted[1:])  # the null page has no bounds
