@@ -33,7 +33,14 @@ def select_pages(
     whole = (lengths <= budget) | (num_pages <= num_scored + 1)
     head_pages = view.pages_at(jnp.where(whole[:, :, None], slot, chosen))
     head_pages = jnp.where(slot < jnp.where(whole, num_pages, num_scored + 1)[:, :, None], head_pages, 0)
-    return explicit_view(head_pages, jnp.where(whole, lengths, num_scored * page_size + lengths - last * page_size))
+    return explicit_view(head_pages, selected_lengths(lengths, num_scored, budget, page_size))
+
+
+def selected_lengths(lengths: jax.Array, num_scored: int, budget: int, page_size: int) -> jax.Array:
+    """int32, like `lengths`: rows of the chosen pages of rows that long."""
+    last = (lengths + page_size - 1) // page_size - 1
+    whole = (lengths <= budget) | (last <= num_scored)
+    return jnp.where(whole, lengths, num_scored * page_size + lengths - last * page_size)
 
 
 def shared_scores(scores: jax.Array, lengths: jax.Array, page_size: int) -> jax.Array:
@@ -59,10 +66,15 @@ def _comparable_bits(scores: jax.Array) -> jax.Array:
     return jnp.where(bits == LOWEST, 0, bits)
 
 
+def ordered_keys(scores: jax.Array) -> jax.Array:
+    """int32 in the order of the scores, all above LOWEST."""
+    bits = _comparable_bits(scores)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
 def by_bisection(scores: jax.Array, valid: jax.Array, count: int) -> jax.Array:
     """As `by_sorting`: the `count`-th best bit by bit, then the columns above it and as many at it as are missing."""
-    bits = _comparable_bits(scores)
-    keys = jnp.where(valid, jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits), LOWEST)
+    keys = jnp.where(valid, ordered_keys(scores), LOWEST)
 
     def step(i, threshold):
         candidate = threshold ^ (jnp.int32(1) << (31 - i))  # the first step clears the sign bit of LOWEST
