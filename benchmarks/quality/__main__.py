@@ -91,21 +91,17 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     from sparsejax.errors import MethodError
     from sparsejax.models.load import load_model
 
+    chosen = choose(arguments)  # before anything slow
     common.use_compilation_cache()
     model = load_model(arguments.model, load_format=arguments.load_format, dtype=arguments.dtype)
     if arguments.quick:
         model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_model_len=4096))
     facts = {**common.device_facts(), "model": model.name, "dtype": model.spec.dtype}
-    specs = arguments.methods or compositions.methods(arguments.budgets)
-    chosen = [variants.parse(spec) for spec in dict.fromkeys((variants.REFERENCE, *specs))]
-    if not arguments.no_controls and not arguments.tasks:
-        chosen += variants.controls(sorted({v.budget for v in chosen if v.budget is not None and v.method.evicts}))
-    labels = [variant.label for variant in chosen]
-    chosen = [
-        dataclasses.replace(v, label=v.spec) if labels.count(v.label) > 1 and not v.control else v for v in chosen
-    ]
     if arguments.tasks:
-        items = local.read_folder(arguments.tasks, model.tokenizer.encode, arguments.limit)
+        try:
+            items = local.read_folder(arguments.tasks, model.tokenizer.encode, arguments.limit)
+        except ValueError as error:
+            raise SystemExit(f"--tasks: {error}") from error
         longest = max(len(item.context) for found in items.values() for item in found)
         steps = sum(map(len, items.values())) * len(chosen)
     else:
@@ -140,6 +136,24 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     facts |= {"seeds": [arguments.seed + number for number in range(len(contexts))], "batch": sweep.BATCH}
     facts["token_ids_sha256"] = compositions.fingerprint([list(context.ids) for context in contexts])
     return {"lengths": report.summarise(outcomes, contexts)}, facts
+
+
+def choose(arguments: argparse.Namespace) -> list[Any]:
+    """Dense, the compositions, and unless told otherwise the controls; labels are unique."""
+    from benchmarks.quality import variants
+    from sparsejax.errors import MethodError
+
+    specs = arguments.methods or compositions.methods(arguments.budgets)
+    try:
+        chosen = [variants.parse(spec) for spec in dict.fromkeys((variants.REFERENCE, *specs))]
+    except MethodError as error:
+        raise SystemExit(str(error)) from error
+    labels = [variant.label for variant in chosen]
+    chosen = [dataclasses.replace(v, label=v.spec) if labels.count(v.label) > 1 else v for v in chosen]
+    if not arguments.no_controls and not arguments.tasks:
+        budgets = {v.budget for v in chosen if v.budget is not None and v.method.evicts}
+        chosen += variants.controls(sorted(budgets))
+    return chosen
 
 
 def make_contexts(arguments: argparse.Namespace, model: Any) -> list[Any]:

@@ -525,6 +525,22 @@ def test_lengths_and_counts():
             command.length_and_count(bad)
 
 
+def test_labels_are_unique_and_controls_have_the_budgets_of_what_evicts():
+    same = [SNAPKV, SNAPKV.replace("window_size=8", "window_size=4")]
+    chosen = command.choose(command.arguments_of(["--methods", *same, "quest(decode_keep_tokens=99)", "fp8_kv"]))
+    assert [v.label for v in chosen] == [
+        "dense",
+        *same,
+        "quest 675",
+        "fp8_kv",
+        "random eviction 64",
+        "shuffled positions",
+    ]
+    assert not [v for v in command.choose(command.arguments_of(["--no-controls"])) if v.control]
+    with pytest.raises(SystemExit, match="did you mean 'quest'"):
+        command.choose(command.arguments_of(["--methods", "quset"]))
+
+
 def test_pictures_and_pages_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "q.md").write_text("")
     with pytest.raises(SystemExit):
