@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import common
-from benchmarks.tpu_programs import Program, kernel_programs, step_programs
+from benchmarks.tpu_kernels import kernel_programs
+from benchmarks.tpu_programs import Program, step_programs
 
 CHIPS = {"v5e": ("v5e:2x2x1", "v5litepod-4"), "v6e": ("v6e:2x2x1", "v6e-4")}
 """Topology and accelerator type; every program is compiled for one device of it."""

@@ -3,9 +3,10 @@
 Every attention returns `(out, lse)`: results over disjoint key sets merge (`merge`), so sinks, windows, selected
 pages and KV splits compose. Implementations live in a folder per operation; `reference` holds the float32 oracle.
 
-A specialised implementation says why it can't serve a call (`unsupported`). Left alone ("auto"), the portable one
-takes such a call, and what was chosen is logged once with the reasons. `implementation` asks for one by name, or for
-some operations only: "decode_attention=xla,page_scores=triton". What was asked for and can't be had is an error.
+A specialised implementation says why it can't serve a call (`unsupported`), or why another is the better one for it
+(`drawback`). Left alone ("auto"), the next one takes such a call, and what was chosen is logged once with the reasons.
+`implementation` asks for one by name, or for some operations only: "decode_attention=xla,page_scores=triton"; it then
+serves whatever it can. What was asked for and can't be had is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 
+from sparsejax.pallas_kernels.add_rms_norm import mosaic_tpu as _norm_tpu
 from sparsejax.pallas_kernels.add_rms_norm import triton_gpu as _norm_triton
 from sparsejax.pallas_kernels.add_rms_norm import xla as _norm_xla
 from sparsejax.pallas_kernels.append import mosaic_tpu as _append_tpu
@@ -26,11 +28,13 @@ from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_trit
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
+from sparsejax.pallas_kernels.logit_threshold import mosaic_tpu as _threshold_tpu
 from sparsejax.pallas_kernels.logit_threshold import triton_gpu as _threshold_triton
 from sparsejax.pallas_kernels.logit_threshold import xla as _threshold_xla
 from sparsejax.pallas_kernels.move_rows import mosaic_tpu as _move_tpu
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
+from sparsejax.pallas_kernels.page_bounds import mosaic_tpu as _bounds_tpu
 from sparsejax.pallas_kernels.page_bounds import triton_gpu as _bounds_triton
 from sparsejax.pallas_kernels.page_bounds import xla as _bounds_xla
 from sparsejax.pallas_kernels.page_scores import mosaic_tpu as _scores_tpu
@@ -44,6 +48,7 @@ from sparsejax.pallas_kernels.reference import merge
 from sparsejax.pallas_kernels.row_scores import mosaic_tpu as _rows_tpu
 from sparsejax.pallas_kernels.row_scores import triton_gpu as _rows_triton
 from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
+from sparsejax.pallas_kernels.select_pages import mosaic_tpu as _select_tpu
 from sparsejax.pallas_kernels.select_pages import triton_gpu as _select_triton
 from sparsejax.pallas_kernels.select_pages import xla as _select_xla
 
@@ -69,17 +74,17 @@ __all__ = [
 log = logging.getLogger("sparsejax.kernels")
 
 IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
-    "add_rms_norm": {"triton": _norm_triton, "xla": _norm_xla},
+    "add_rms_norm": {"triton": _norm_triton, "mosaic_tpu": _norm_tpu, "xla": _norm_xla},
     "append": {"triton": _append_triton, "mosaic_tpu": _append_tpu, "xla": _append_xla},
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
     "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
-    "logit_threshold": {"triton": _threshold_triton, "xla": _threshold_xla},
+    "logit_threshold": {"triton": _threshold_triton, "mosaic_tpu": _threshold_tpu, "xla": _threshold_xla},
     "move_rows": {"triton": _move_triton, "mosaic_tpu": _move_tpu, "xla": _move_xla},
-    "page_bounds": {"triton": _bounds_triton, "xla": _bounds_xla},
+    "page_bounds": {"triton": _bounds_triton, "mosaic_tpu": _bounds_tpu, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
-    "select_pages": {"triton": _select_triton, "xla": _select_xla},
+    "select_pages": {"triton": _select_triton, "mosaic_tpu": _select_tpu, "xla": _select_xla},
 }
 """Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
 
@@ -133,6 +138,12 @@ def _problem(module: ModuleType, arguments: tuple[Any, ...]) -> str | None:
     return None if unsupported is None else unsupported(*arguments)
 
 
+def _drawback(module: ModuleType, arguments: tuple[Any, ...]) -> str | None:
+    """Why an implementation serves a call only where it is asked for by name; most don't define `drawback`."""
+    drawback = getattr(module, "drawback", None)
+    return None if drawback is None else drawback(*arguments)
+
+
 def _choose(operation: str, implementation: str | None, *arguments: Any) -> ModuleType:
     """The implementation for a call; `arguments` are what `unsupported` takes."""
     known = IMPLEMENTATIONS[operation]
@@ -142,22 +153,28 @@ def _choose(operation: str, implementation: str | None, *arguments: Any) -> Modu
             raise ValueError(f"{operation} can't use implementation {name!r}: {problem}")
         _note(operation, name, ())
         return known[name]
-    reasons = []
+    reasons, best = [], False
     for name, module in known.items():
-        if (problem := _problem(module, arguments)) is None:
-            _note(operation, name, tuple(reasons))
+        problem = _problem(module, arguments)
+        drawback = _drawback(module, arguments) if problem is None else None
+        if problem is None and drawback is None:
+            _note(operation, name, tuple(reasons), best)
             return module
-        reasons.append(f"{name}: {problem}")
+        reasons.append(f"{name}: {problem or drawback}")
+        best = best or drawback is not None
     raise AssertionError(f"no implementation serves every call of {operation}")
 
 
-def _note(operation: str, name: str, reasons: tuple[str, ...]) -> None:
-    """Logs a choice the first time it is made for these reasons; what costs speed on an accelerator is a warning."""
+def _note(operation: str, name: str, reasons: tuple[str, ...], best: bool = False) -> None:
+    """Logs a choice the first time it is made for these reasons; what costs speed on an accelerator is a warning.
+
+    It costs none if it is the `best` that is known, chosen over one that could serve the call too.
+    """
     made = _chosen.setdefault(operation, {})
     if made.get(name) == reasons:
         return
     made[name] = reasons
-    slow = platform() == "gpu" or (platform() == "tpu" and name == "xla")
+    slow = not best and (platform() == "gpu" or (platform() == "tpu" and name == "xla"))
     level = logging.WARNING if reasons and slow else logging.INFO
     log.log(level, "%s: %s%s", operation, name, f" ({'; '.join(reasons)})" if reasons else "")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import common, tpu_aot, tpu_programs
+from benchmarks import common, tpu_aot, tpu_kernels, tpu_programs
 from sparsejax.pallas_kernels import api
 
 
@@ -45,10 +45,10 @@ def test_large_copies_are_counted():
 
 def test_every_tpu_kernel_is_compiled():
     operations = {operation for operation, known in api.IMPLEMENTATIONS.items() if "mosaic_tpu" in known}
-    assert operations == set(tpu_programs.BUILDERS)
+    assert operations == set(tpu_kernels.BUILDERS)
 
 
 def test_the_record_holds_what_is_compiled():
     recorded = json.loads((common.RESULTS / "tpu_aot.json").read_text("utf-8"))["result"]
-    names = [program.name for program in (*tpu_programs.kernel_programs(None), *tpu_programs.step_programs(None))]
+    names = [program.name for program in (*tpu_kernels.kernel_programs(None), *tpu_programs.step_programs(None))]
     assert sorted(recorded) == sorted(f"{chip}/{name}" for chip in tpu_aot.CHIPS for name in names)
