@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -222,13 +223,16 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
 
 
 def whole_rows(pages: int, row_pages: int) -> int:
-    """Rounds a pool, null page included, down to rows of full length, if it holds one.
+    """Rounds a pool, null page included, down to 1, 2, 3, 4, 6, 8, 12, ... rows of full length, if it holds one.
 
     What a host has to spare differs from start to start, and compiled programs are only found again for a pool of the
     same size.
     """
     rows = (pages - 1) // row_pages
-    return 1 + rows * row_pages if rows > 0 else pages
+    if rows < 1:
+        return pages
+    power = 1 << (rows.bit_length() - 1)
+    return 1 + (power * 3 // 2 if rows >= power * 3 / 2 and power > 1 else power) * row_pages
 
 
 def _decode_buckets(num_rows: int, ratio: int) -> tuple[int, ...]:
@@ -267,6 +271,13 @@ def _workspace_bytes(
 
 
 def _host_available_bytes() -> int:
+    """What the host can give without swapping, or what is free where it does not say."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text("utf-8"), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    except OSError:
+        pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
