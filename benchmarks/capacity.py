@@ -47,9 +47,10 @@ def cases(model: Model, contexts: list[int]) -> list[Case]:
     quest = f"quest {kilo(read)}", composition("quest", read, model)
     found = []
     for context in (context // model.shrink for context in contexts):
-        budgets = (kept // model.shrink for kept in KEPT)
-        kept = [(f"snapkv {kilo(n)}", composition("snapkv", n, model)) for n in budgets if n < context]
-        found += [Case(*method, context) for method in (("dense", "dense"), *kept, quest)]
+        budgets = [kept // model.shrink for kept in KEPT if kept // model.shrink < context]
+        kept = [(f"snapkv {kilo(n)}", composition("snapkv", n, model)) for n in budgets]
+        kept += [(f"streamingllm {kilo(n)}", composition("streamingllm", n, model)) for n in budgets[:1]]
+        found += [Case(*method, context) for method in (("dense", "dense"), *kept, quest, ("fp8_kv", "fp8_kv"))]
     return found
 
 

@@ -363,7 +363,12 @@ def main(argv: list[str] | None = None) -> int:
     print(table(found))
     facts = {
         "servers": {
-            target.name: {"model": target.model, "version": target.version, "tokens_counted_by": target.counter.how}
+            target.name: {
+                # Some servers call a model by its path, which means nothing elsewhere.
+                "model": pathlib.PurePath(target.model).name if target.model.startswith("/") else target.model,
+                "version": target.version,
+                "tokens_counted_by": target.counter.how,
+            }
             for target in targets
         },
         "client": {"httpx": importlib.metadata.version("httpx")},

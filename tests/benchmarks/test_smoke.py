@@ -90,11 +90,12 @@ def test_prefill_step(tmp_path):
 
 @pytest.mark.slow
 def test_capacity(tmp_path):
-    only = ("dense L=1K", "snapkv 64 L=1K")
+    only = ("dense L=1K", "snapkv 64 L=1K", "streamingllm 64 L=1K", "fp8_kv L=1K")
     size = ("--model", "tiny", "--memory-gib", 0.02, "--rounds", 1, "--prove")
     found = run("capacity", tmp_path, *size, "--plot", tmp_path / "batches.svg", "--only", *only)
     assert set(found["cases"]) == set(only)
-    dense, snapkv = (found["cases"][name] for name in only)
+    dense, snapkv, streamingllm, fp8 = (found["cases"][name] for name in only)
+    assert dense["batch"] < fp8["batch"] < streamingllm["batch"]
     assert 1 <= dense["batch"] < snapkv["batch"]
     assert snapkv["over_dense"]["batch"] == pytest.approx(snapkv["batch"] / dense["batch"], rel=1e-3)
     for case in (dense, snapkv):

@@ -288,7 +288,8 @@ def test_methods_are_compared_with_dense_of_their_context():
 
 def test_kept_budgets_above_the_context_are_left_out():
     names = [str(case) for case in capacity.cases(step_timing.MODELS["qwen3-8b"], [8192])]
-    assert names == ["dense L=8K", "snapkv 4K L=8K", "snapkv 2K L=8K", "quest 2K L=8K"]
+    kept = ["snapkv 4K L=8K", "snapkv 2K L=8K", "streamingllm 4K L=8K"]
+    assert names == ["dense L=8K", *kept, "quest 2K L=8K", "fp8_kv L=8K"]
 
 
 def test_a_prefill_must_multiply_every_weight_and_attend_to_what_is_seen():
