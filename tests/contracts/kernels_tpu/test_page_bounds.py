@@ -17,7 +17,7 @@ from tests.contracts.test_page_bounds import CASES, Case, check
 MINE = [dataclasses.replace(case, dim=128) for case in CASES]
 
 
-@pytest.mark.parametrize("block", [8, 128])
+@pytest.mark.parametrize("block", [8, slow(128)])
 @pytest.mark.parametrize(
     "case",
     [*MINE[:3], slow(MINE[3]), slow(MINE[4])],
