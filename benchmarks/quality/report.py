@@ -280,7 +280,9 @@ def pictures(result: dict[str, Any], stem: pathlib.Path) -> dict[pathlib.Path, s
                 if key in facts and not log_fails and not (facts["control"] and facts["budget_tokens"] is None):
                     point = lines.Point(facts[f"{size}_share"], *facts[key])
                     series.setdefault(facts["family"], []).append(point)
-            if not series or len(series) > len(lines.COLOURS):
+            if len(series) > len(lines.COLOURS):
+                print(f"no picture of {key} by {size} bytes: {len(series)} families can't be told apart")
+            if not 0 < len(series) <= len(lines.COLOURS):
                 continue
             levels = {"chance": found["chance"]} if key == "retrieval" and found["chance"] is not None else {}
             title = f"{'Facts found' if key == 'retrieval' else 'Divergence'} at {length} tokens of context"

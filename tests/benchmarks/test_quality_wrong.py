@@ -6,16 +6,21 @@ import pytest
 
 from tests.benchmarks.test_smoke import run
 
+METHODS = (
+    "streamingllm(sink_keep_tokens=32,recent_keep_tokens=224)",
+    "snapkv(sink_keep_tokens=32,decode_keep_tokens=160,recent_keep_tokens=64)",
+)
+
 
 @pytest.mark.slow
 def test_wrong_methods_come_out_worst(default_model, tmp_path):
-    size = ("--contexts", "1500:4", "--continuation", 16, "--budgets", 256)
-    found = run("quality", tmp_path, "--model", default_model, *size)["lengths"]["1500"]
-    kept = {task: facts for task, facts in found["tasks"].items() if facts["dropped"] is None}
-    assert {"single", "multi_key", "tool_result", "early_turn"} <= set(kept)
-    retrieval = {name: facts["retrieval"][0] for name, facts in found["variants"].items()}
-    assert retrieval["dense"] > 5 * found["chance"]
+    size = ("--contexts", "1400:4", "--continuation", 12)
+    found = run("quality", tmp_path, "--model", default_model, *size, "--methods", *METHODS)["lengths"]["1400"]
+    kept = {task for task, facts in found["tasks"].items() if facts["dropped"] is None}
+    assert {"single", "multi_key", "tool_result", "early_turn"} <= kept
+    assert found["variants"]["dense"]["retrieval"][0] > 5 * found["chance"]
     for name in ("random eviction 256", "shuffled positions"):
         verdict = found["controls"][name]
+        assert verdict["compared_with"] == (2 if name.endswith("256") else 3)
         assert verdict["kl_clearly_worst"], verdict
         assert verdict["retrieval_worst"], verdict
