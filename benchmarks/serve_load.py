@@ -124,7 +124,9 @@ def make_prompts(
 ) -> list[prompts.Prompt]:
     if arguments.dataset_name == "jsonl":
         chat = arguments.endpoint == "chat"
-        return prompts.file_prompts(arguments.dataset_path, count, arguments.custom_output_len, chat)
+        found = prompts.file_prompts(arguments.dataset_path, count, arguments.custom_output_len, chat)
+        # For servers that do not say how long a prompt was.
+        return [p._replace(tokens=counter.count(p.content)) if isinstance(p.content, str) else p for p in found]
     if arguments.dataset_name == "random":
         lengths = arguments.random_input_len, arguments.random_output_len, arguments.random_range_ratio
         return prompts.random_prompts(rng, count, *lengths, counter)

@@ -164,17 +164,19 @@ def file_prompts(path: pathlib.Path, count: int, output_len: int, chat: bool) ->
     Raises:
       SystemExit: too few lines, or a line that is not such an object.
     """
-    found = []
+    found: list[Prompt] = []
     for number, line in enumerate(filter(str.strip, path.read_text("utf-8").splitlines()), 1):
+        if len(found) == count:
+            break
         try:
             item = json.loads(line)
             content = item["messages"] if chat and "messages" in item else item["prompt"]
             found.append(Prompt(content, None, int(item.get("output_tokens", output_len))))
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}, item {number}: no JSON object with a prompt ({error!r})") from None
-        if len(found) == count:
-            return found
-    raise SystemExit(f"{path} has {len(found)} prompts, fewer than --num-prompts {count}")
+    if len(found) < count:
+        raise SystemExit(f"{path} has {len(found)} prompts, fewer than --num-prompts {count}")
+    return found
 
 
 def arrivals(rng: np.random.Generator, count: int, rate: float, burstiness: float) -> list[float]:

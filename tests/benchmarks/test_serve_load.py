@@ -470,3 +470,12 @@ def test_spellings_of_vllm():
     assert (shown["p50"], shown["p99.9"]) == (2.0, pytest.approx(2.998))
     with pytest.raises(SystemExit):
         parser.parse_args(["--percentile-metrics", "speed"])
+
+
+def test_prompts_of_a_file_are_counted(scripted, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two three", "output_tokens": 2}\n{"prompt": "four"}\n')
+    options = ("--dataset-name", "jsonl", "--dataset-path", str(path), "--num-prompts", "2", "--num-warmups", "0")
+    assert serve_load.main(["--base-url", scripted.url, *options, "--json", str(tmp_path / "load.json")]) == 0
+    [result] = json.loads((tmp_path / "load.json").read_text())["result"]["loads"]["any"]["servers"].values()
+    assert (result["prompt_tokens"], result["output_tokens"]) == (4, 2 + 128)
