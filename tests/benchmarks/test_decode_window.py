@@ -95,9 +95,9 @@ def engine(model):
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=str)
 def test_a_window_on_the_engine(engine, case):
-    first = engine.window(case, 0)
-    assert "1 programs compiled" not in reasons(first, 2, 8)
+    engine.window(case, 0)
     window = engine.window(case, 1)
+    assert engine.compile_s[case.method] > 0
     assert reasons(window, 2, 8) == []
     assert window.tokens == window.delivered == 16
     assert window.seconds > 0
