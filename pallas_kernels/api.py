@@ -3,10 +3,10 @@
 Every attention returns `(out, lse)`: results over disjoint key sets merge (`merge`), so sinks, windows, selected
 pages and KV splits compose. Implementations live in a folder per operation; `reference` holds the float32 oracle.
 
-A specialised implementation says why it can't serve a call (`unsupported`), or why another is the better one for it
-(`drawback`). Left alone ("auto"), the next one takes such a call, and what was chosen is logged once with the reasons.
-`implementation` asks for one by name, or for some operations only: "decode_attention=xla,page_scores=triton"; it then
-serves whatever it can. What was asked for and can't be had is an error.
+A specialised implementation says why it can't serve a call (`unsupported`), or why it is no better than the next one
+(`ONLY_BY_NAME`). Left alone ("auto"), the next one takes such a call, and what was chosen is logged once with the
+reasons. `implementation` asks for one by name, or for some operations only: "decode_attention=xla,page_scores=triton".
+What was asked for and can't be had is an error.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def expected(implementation: str | None = None) -> dict[str, str]:
     names = {}
     for operation, known in IMPLEMENTATIONS.items():
         name = _wanted(operation, implementation)
-        names[operation] = name or next(n for n, module in known.items() if _platform_problem(module) is None)
+        names[operation] = name or next(
+            n for n, module in known.items() if (_platform_problem(module) or _drawback(module)) is None
+        )
     return names
 
 
@@ -138,10 +140,9 @@ def _problem(module: ModuleType, arguments: tuple[Any, ...]) -> str | None:
     return None if unsupported is None else unsupported(*arguments)
 
 
-def _drawback(module: ModuleType, arguments: tuple[Any, ...]) -> str | None:
-    """Why an implementation serves a call only where it is asked for by name; most don't define `drawback`."""
-    drawback = getattr(module, "drawback", None)
-    return None if drawback is None else drawback(*arguments)
+def _drawback(module: ModuleType) -> str | None:
+    """Why an implementation is only used where it is asked for by name; most don't define `ONLY_BY_NAME`."""
+    return getattr(module, "ONLY_BY_NAME", None)
 
 
 def _choose(operation: str, implementation: str | None, *arguments: Any) -> ModuleType:
@@ -156,7 +157,7 @@ def _choose(operation: str, implementation: str | None, *arguments: Any) -> Modu
     reasons, best = [], False
     for name, module in known.items():
         problem = _problem(module, arguments)
-        drawback = _drawback(module, arguments) if problem is None else None
+        drawback = _drawback(module) if problem is None else None
         if problem is None and drawback is None:
             _note(operation, name, tuple(reasons), best)
             return module

@@ -31,22 +31,21 @@ def test_the_stream_is_added_to_and_normed(shape, dtype, monkeypatch):
     np.testing.assert_allclose(normed.astype(np.float32), np.asarray(wanted[1], np.float32), **close)
 
 
-def test_few_tokens_are_left_to_xla_unless_it_is_asked_for_by_name(caplog, monkeypatch):
+def test_it_is_left_to_xla_unless_the_kernel_is_asked_for_by_name(caplog, monkeypatch):
     monkeypatch.setattr(api, "_chosen", {})
     tracing_for_a_tpu(monkeypatch)
 
-    def choice(tokens, **options):
-        x, weight = jax.ShapeDtypeStruct((tokens, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
+    def choice(**options):
+        x, weight = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
         with caplog.at_level(logging.INFO, "sparsejax.kernels"):
             jax.eval_shape(functools.partial(api.add_rms_norm, eps=1e-5, **options), x, x, weight)
         record = caplog.records[-1]
         return record.levelno, record.getMessage()
 
-    triton = "triton: needs an NVIDIA GPU, JAX runs on tpu"
-    reasons = f"({triton}; mosaic_tpu: XLA needs fewer bytes for 16 tokens)"
-    assert choice(16) == (logging.INFO, f"add_rms_norm: xla {reasons}")
-    assert choice(16, implementation="mosaic_tpu") == (logging.INFO, "add_rms_norm: mosaic_tpu")
-    assert choice(512) == (logging.INFO, f"add_rms_norm: mosaic_tpu ({triton})")
+    reasons = "triton: needs an NVIDIA GPU, JAX runs on tpu; mosaic_tpu: XLA fuses it with what is around it"
+    assert choice() == (logging.INFO, f"add_rms_norm: xla ({reasons})")
+    assert api.expected()["add_rms_norm"] == "xla"
+    assert choice(implementation="add_rms_norm=mosaic_tpu") == (logging.INFO, "add_rms_norm: mosaic_tpu")
 
 
 @pytest.mark.parametrize(
