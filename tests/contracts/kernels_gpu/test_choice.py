@@ -12,7 +12,7 @@ import pytest
 
 from sparsejax import registry
 from sparsejax.geometry import Geometry
-from sparsejax.pallas_kernels import api, payload, triton_support
+from sparsejax.pallas_kernels import api, choice, payload, triton_support
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as decode_triton
 from sparsejax.pallas_kernels.layout import PageView
 from tests.contracts.kernels_gpu.cases import Shape, make, relative_error
@@ -82,7 +82,7 @@ class TestWithoutGpu:
     case = staticmethod(lambda: make(Shape((20, 3), heads=2, group=2, dim=64, page=16, dtype="float32"), poison=0.0))
 
     def test_the_portable_path_serves_and_says_why(self, caplog, monkeypatch):
-        monkeypatch.setattr(api, "_chosen", {})
+        monkeypatch.setattr(choice, "_chosen", {})
         case = self.case()
         with caplog.at_level(logging.INFO, "sparsejax.kernels"):
             for _ in range(2):
