@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparsejax import sampling, steps
-from sparsejax.pallas_kernels import api, triton_support
+from sparsejax.pallas_kernels import choice, triton_support
 from sparsejax.pallas_kernels.logit_threshold import triton_gpu
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -78,7 +78,7 @@ def test_the_sampling_program_never_branches_on_data(monkeypatch):
     launch = functools.partial(triton_gpu.launch, config=triton_gpu.Config(), compute_capability=90)
     monkeypatch.setattr(triton_gpu, "logit_threshold", launch)
     monkeypatch.setattr(triton_gpu, "unsupported", triton_gpu.unsupported_shape)
-    monkeypatch.setattr(api, "_chosen", {})
+    monkeypatch.setattr(choice, "_chosen", {})
     ints, floats = steps.greedy_inputs(3)
 
     def run(logits, ints, floats):

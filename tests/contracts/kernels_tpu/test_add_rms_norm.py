@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax.pallas_kernels import api, tpu_support
+from sparsejax.pallas_kernels import api, choice, tpu_support
 from sparsejax.pallas_kernels.add_rms_norm import mosaic_tpu
 from tests.contracts.kernels_tpu.cases import interpret
 from tests.contracts.kernels_tpu.test_support import tracing_for_a_tpu
@@ -32,7 +32,7 @@ def test_the_stream_is_added_to_and_normed(shape, dtype, monkeypatch):
 
 
 def test_it_is_left_to_xla_unless_the_kernel_is_asked_for_by_name(caplog, monkeypatch):
-    monkeypatch.setattr(api, "_chosen", {})
+    monkeypatch.setattr(choice, "_chosen", {})
     tracing_for_a_tpu(monkeypatch)
 
     def choice(**options):
