@@ -202,19 +202,25 @@ def shown(window: Any) -> dict[str, Any]:
 def measure(group: list[Case], spec: Any, weights: Any, arguments: Any, bandwidths: dict) -> dict[str, Any]:
     """Results by case, for cases that share a runner: one repetition each is discarded, then they take turns."""
     engine = Engine(group, spec, weights, arguments)
+    found, able = {}, []
     for case in group:
-        engine.window(case, 0)
+        try:
+            engine.window(case, 0)
+            able.append(case)
+        except RuntimeError as error:
+            found |= failed([case], error)
+    if not able:
+        return found
     engine.runner.seal()
-    counts = dict.fromkeys(group, 0)
+    counts = dict.fromkeys(able, 0)
 
     def turn(case: Case) -> Any:
         counts[case] += 1
         return engine.window(case, counts[case])
 
-    sides = {str(case): lambda case=case: turn(case) for case in group}
+    sides = {str(case): lambda case=case: turn(case) for case in able}
     rounds = quiet.alternate(sides, arguments.rounds, patience_s=arguments.patience_s)
-    found = {}
-    for case in group:
+    for case in able:
         entry = judge(case, rounds.found[str(case)], engine, bandwidths)
         entry |= {"batch": case.batch, "context": case.context, "compile_s": engine.compile_s[case.method]}
         entry["quiet"] = rounds.facts
@@ -296,9 +302,6 @@ def main(argv: list[str] | None = None) -> int:
     check(arguments)
     made = step_timing.matching(cases(MODELS[arguments.model], arguments), arguments.only)
     run = common.Run("decode_window", arguments)
-
-    import jax
-
     start = time.perf_counter()
     bandwidths = step_timing.device_bandwidths(arguments.nominal)
     spec, weights = step_timing.load(arguments)
@@ -306,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     for group in groups(made):
         try:
             found |= measure(group, spec, weights, arguments, bandwidths)
-        except (RuntimeError, jax.errors.JaxRuntimeError) as error:
+        except RuntimeError as error:  # such as JAX's for memory
             found |= failed(group, error)
         gc.collect()  # the next pool needs the memory
     compare(found, made)

@@ -199,6 +199,32 @@ def test_one_invalid_window_leaves_no_result(model):
     assert "2 programs compiled" in decode_window.line("dense", found)
 
 
+def test_a_case_that_cannot_run_leaves_the_others(model, monkeypatch):
+    spec, _ = model
+    method, storage = registry.resolve("dense")
+    seeds = []
+
+    class Engine:
+        def __init__(self, group, spec, weights, arguments):
+            self.__dict__.update(vars(stub(4, spec, method, storage)))
+            self.compile_s = {case.method: 1.0 for case in group}
+            self.runner = argparse.Namespace(seal=lambda: seeds.append("sealed"))
+
+        def window(self, case, seed):
+            if case.method != "dense":
+                raise RuntimeError("1 of 3 rows")
+            seeds.append(seed)
+            return GOOD
+
+    monkeypatch.setattr(decode_window, "Engine", Engine)
+    group = [Case("dense", "dense", 3, 11), Case("snapkv", "snapkv", 3, 11)]
+    given = argparse.Namespace(rounds=2, patience_s=0.0)
+    found = decode_window.measure(group, spec, None, given, {"measured": 1e6})
+    assert seeds == [0, "sealed", 1, 2], "the first is discarded, and nothing may compile after it"
+    assert found["dense B=3 L=11"]["valid"]
+    assert found["snapkv B=3 L=11"]["invalid_because"] == ["1 of 3 rows"]
+
+
 def test_cases_are_compared_with_a_dense_one_that_counts():
     dense, other, far = Case("dense", "dense", 2, 64), Case("quest 2K", "quest", 2, 64), Case("fp8_kv", "fp8_kv", 2, 32)
     found = {
