@@ -35,7 +35,7 @@ def test_it_is_left_to_xla_unless_the_kernel_is_asked_for_by_name(caplog, monkey
     monkeypatch.setattr(choice, "_chosen", {})
     tracing_for_a_tpu(monkeypatch)
 
-    def choice(**options):
+    def logged(**options):
         x, weight = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64,), "float32")
         with caplog.at_level(logging.INFO, "sparsejax.kernels"):
             jax.eval_shape(functools.partial(api.add_rms_norm, eps=1e-5, **options), x, x, weight)
@@ -43,9 +43,9 @@ def test_it_is_left_to_xla_unless_the_kernel_is_asked_for_by_name(caplog, monkey
         return record.levelno, record.getMessage()
 
     reasons = "triton: needs an NVIDIA GPU, JAX runs on tpu; mosaic_tpu: XLA fuses it with what is around it"
-    assert choice() == (logging.INFO, f"add_rms_norm: xla ({reasons})")
+    assert logged() == (logging.INFO, f"add_rms_norm: xla ({reasons})")
     assert api.expected()["add_rms_norm"] == "xla"
-    assert choice(implementation="add_rms_norm=mosaic_tpu") == (logging.INFO, "add_rms_norm: mosaic_tpu")
+    assert logged(implementation="add_rms_norm=mosaic_tpu") == (logging.INFO, "add_rms_norm: mosaic_tpu")
 
 
 @pytest.mark.parametrize(
