@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from sparsejax.pallas_kernels.choice import IMPLEMENTATIONS, choose, chosen, expected
+from sparsejax.pallas_kernels.choice import IMPLEMENTATIONS, UnavailableError, choose, chosen, expected
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.platforms import platform
@@ -16,6 +16,7 @@ from sparsejax.pallas_kernels.reference import merge
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "UnavailableError",
     "add_rms_norm",
     "append",
     "attention_lse",

@@ -3,7 +3,8 @@
 A specialised implementation says why it can't serve a call (`unsupported`), or why it is no better than the next one
 (`ONLY_BY_NAME`). Left alone ("auto"), the next one takes such a call, and what was chosen is logged once with the
 reasons. `implementation` asks for one by name, or for some operations only: "decode_attention=xla,page_scores=triton".
-What was asked for and can't be had is an error.
+What was asked for and can't be had is an error; a bare name counts for the operations that have such an
+implementation.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
 }
 """Implementations of each operation, the best first; the last one, "xla", serves every call on every platform."""
 
+
+class UnavailableError(ValueError):
+    """An implementation that was asked for does not exist or can't serve."""
+
+
 _chosen: dict[str, dict[str, tuple[str, ...]]] = {}
 """Operation -> implementation -> reasons against better ones, of every call traced so far."""
 
@@ -71,10 +77,16 @@ def chosen() -> dict[str, tuple[str, ...]]:
 
 
 def expected(implementation: str | None = None) -> dict[str, str]:
-    """What each operation will use on this platform if its shapes are supported. Traces nothing."""
+    """What each operation will use on this platform if its shapes are supported. Traces nothing.
+
+    Raises:
+      UnavailableError: what was asked for can't run on this platform.
+    """
     names = {}
     for operation, known in IMPLEMENTATIONS.items():
         name = _wanted(operation, implementation)
+        if name is not None and (problem := _platform_problem(known[name])) is not None:
+            raise UnavailableError(f"{operation} can't use implementation {name!r}: {problem}")
         names[operation] = name or next(
             n for n, module in known.items() if (_platform_problem(module) or _drawback(module)) is None
         )
@@ -92,18 +104,20 @@ def _wanted(operation: str, implementation: str | None) -> str | None:
     if implementation in (None, "auto"):
         return None
     assert implementation is not None
-    name: str = implementation
-    if "=" in implementation:
-        parts = [part.strip().partition("=") for part in implementation.split(",")]
-        pairs = {key: value for key, _, value in parts}
-        if unknown := sorted(set(pairs) - set(IMPLEMENTATIONS)):
-            raise ValueError(f"unknown operation {unknown[0]!r}; known: {', '.join(sorted(IMPLEMENTATIONS))}")
-        name = pairs.get(operation, "auto")
-        if name == "auto":
-            return None
     known = IMPLEMENTATIONS[operation]
+    if "=" not in implementation:
+        everything = sorted({name for names in IMPLEMENTATIONS.values() for name in names})
+        if implementation not in everything:
+            raise UnavailableError(f"no implementation {implementation!r}; known: auto, {', '.join(everything)}")
+        return implementation if implementation in known else None
+    pairs = {key: value for key, _, value in (part.strip().partition("=") for part in implementation.split(","))}
+    if unknown := sorted(set(pairs) - set(IMPLEMENTATIONS)):
+        raise UnavailableError(f"unknown operation {unknown[0]!r}; known: {', '.join(sorted(IMPLEMENTATIONS))}")
+    name = pairs.get(operation, "auto")
+    if name == "auto":
+        return None
     if name not in known:
-        raise ValueError(f"{operation} has no implementation {name!r}; known: {', '.join(sorted(known))}")
+        raise UnavailableError(f"{operation} has no implementation {name!r}; known: {', '.join(sorted(known))}")
     return name
 
 
@@ -124,7 +138,7 @@ def choose(operation: str, implementation: str | None, *arguments: Any) -> Modul
     name = _wanted(operation, implementation)
     if name is not None:
         if (problem := _problem(known[name], arguments)) is not None:
-            raise ValueError(f"{operation} can't use implementation {name!r}: {problem}")
+            raise UnavailableError(f"{operation} can't use implementation {name!r}: {problem}")
         _note(operation, name, ())
         return known[name]
     reasons, best = [], False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ import jax
 from sparsejax.capacity import Capacity, checkpoint_id, plan
 from sparsejax.config import EngineConfig, Progress
 from sparsejax.engine import Engine
+from sparsejax.errors import ConfigError
 from sparsejax.metrics import EngineMetrics
 from sparsejax.models import load
 from sparsejax.models.load.default_model import cache_dir
+from sparsejax.pallas_kernels import api
 from sparsejax.plans import RunnerLimits
 from sparsejax.programs import compile_workers
 from sparsejax.runner import DeviceRunner
@@ -58,6 +61,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
     _prepare_backend(config)
     device = jax.devices()[0]
     report(Progress(detail=f"jax {jax.__version__}, {device.platform}, {device.device_kind}"))
+    kernels = _kernels(config)
     spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
     # What can't fit is refused before anything large is read.
     plan(config, spec, checkpoint_id(config.model))
@@ -97,7 +101,8 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         fail_on_retrace=config.fail_on_retrace,
         on_compile=count_compilation,
     )
-    compile_programs(runner, config.precompile, report)
+    with _asked_for(config):
+        compile_programs(runner, config.precompile, report)
     settings = EngineSettings(
         max_waiting=config.max_waiting,
         queue_timeout_s=config.queue_timeout_s,
@@ -114,7 +119,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         model_name=loaded.name,
         model_path=str(loaded.path or loaded.name),
         generation_defaults=defaults,
-        info=_info(capacity, config.attention_impl),
+        info=_info(capacity, kernels),
     )
 
 
@@ -143,21 +148,32 @@ def compile_programs(runner: DeviceRunner, precompile: str, report: Report) -> N
 def explain(config: EngineConfig) -> list[str]:
     """The memory arithmetic, buckets and kernels of a configuration, without loading weights."""
     _prepare_backend(config)
+    kernels = _kernels(config)
     spec = load.load_spec(config.model, config.load_format, config.dtype, config.revision, config.offline)
     capacity = plan(config, spec, checkpoint_id(config.model))
     device = jax.devices()[0]
     lines = [f"{'device':<9} jax {jax.__version__}, {device.platform}, {device.device_kind}"]
     lines += [f"{topic:<9} {fact}" for topic, fact in capacity.lines()]
-    lines += [
-        f"{'kernels':<9} {operation}: {name}"
-        for operation, name in _info(capacity, config.attention_impl)["attention_impl"].items()
-    ]
+    lines += [f"{'kernels':<9} {operation}: {name}" for operation, name in kernels.items()]
     return lines
 
 
-def _info(capacity: Capacity, attention_impl: str | None) -> dict[str, dict[str, Any]]:
-    from sparsejax.pallas_kernels import api
+def _kernels(config: EngineConfig) -> dict[str, str]:
+    """The implementation of each kernel operation, if its shapes are supported."""
+    with _asked_for(config):
+        return api.expected(config.attention_impl)
 
+
+@contextlib.contextmanager
+def _asked_for(config: EngineConfig) -> Iterator[None]:
+    """A kernel that was asked for and can't be had is a wrong setting."""
+    try:
+        yield
+    except api.UnavailableError as error:
+        raise ConfigError(f"--attention-impl {config.attention_impl}: {error}") from None
+
+
+def _info(capacity: Capacity, kernels: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     device = jax.devices()[0]
     default = next(iter(capacity.methods))
     return {
@@ -170,7 +186,7 @@ def _info(capacity: Capacity, attention_impl: str | None) -> dict[str, dict[str,
             "sparse_method": default,
             "storage": capacity.storage.name,
         },
-        "attention_impl": api.expected(attention_impl),
+        "attention_impl": dict(kernels),
     }
 
 

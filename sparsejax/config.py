@@ -161,7 +161,9 @@ class EngineConfig:
         choices=("all", "lazy", "none"),
     )
     fail_on_retrace: bool = _setting(False, "stop if a program is compiled after start-up", group="compilation")
-    attention_impl: str = _setting("auto", "attention implementation; auto is the best that fits", group="compilation")
+    attention_impl: str = _setting(
+        "auto", "kernel implementation, by name or operation=name,...; auto is the best that fits", group="compilation"
+    )
     compilation_cache: bool = _setting(True, "keep compiled programs on disk", group="compilation")
     compilation_cache_dir: str | None = _setting(None, "where; default: the user's cache folder", group="compilation")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsejax import cli, config
+from sparsejax import build, cli, config
 from sparsejax.config import EngineConfig, ServerConfig
 from sparsejax.errors import ConfigError
 
@@ -245,3 +245,22 @@ def test_real_knobs_have_flags() -> None:
     name = next(iter(knobs))
     command = cli.parse_serve([f"{config.flag_name(name)}=3"], environ={})
     assert dict(command.engine.method_params) == {name: 3}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ("triton", "can't use implementation 'triton': needs an NVIDIA GPU"),
+        ("prefill_attention=mosaic_gpu", "prefill_attention can't use implementation 'mosaic_gpu'"),
+        ("cuda", "no implementation 'cuda'; known: auto, "),
+        ("page_scores=mosaic_gpu", "page_scores has no implementation 'mosaic_gpu'; known: "),
+        ("attention=xla", "unknown operation 'attention'; known: "),
+    ],
+)
+def test_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(wanted: str, says: str) -> None:
+    config = EngineConfig(model="no/such-model", attention_impl=wanted)
+    for start in (build.explain, lambda config: build.build_engine(config, None)):
+        with pytest.raises(ConfigError) as refused:
+            start(config)
+        assert f"--attention-impl {wanted}: " in str(refused.value)
+        assert says in str(refused.value)

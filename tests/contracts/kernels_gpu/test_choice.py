@@ -103,8 +103,8 @@ class TestWithoutGpu:
     @pytest.mark.parametrize(
         ("wanted", "message"),
         [
-            ("mosaic", "decode_attention has no implementation 'mosaic'; known: mosaic_tpu, triton, xla"),
-            ("decode_attention=mosaic", "decode_attention has no implementation 'mosaic'"),
+            ("mosaic", "no implementation 'mosaic'; known: auto, mosaic_gpu, mosaic_tpu, triton, xla"),
+            ("decode_attention=mosaic_gpu", "decode_attention has no implementation 'mosaic_gpu'; known: mosaic_tpu,"),
             ("attention=xla", "unknown operation 'attention'"),
         ],
     )
@@ -121,7 +121,16 @@ class TestWithoutGpu:
 
     def test_expected(self):
         assert api.expected() == dict.fromkeys(api.IMPLEMENTATIONS, "xla")
-        assert api.expected("decode_attention=triton")["decode_attention"] == "triton"
+        assert api.expected("xla") == dict.fromkeys(api.IMPLEMENTATIONS, "xla")
+        with pytest.raises(api.UnavailableError, match="can't use implementation 'triton': needs an NVIDIA GPU"):
+            api.expected("decode_attention=triton")
+
+    def test_a_bare_name_counts_where_it_exists(self):
+        """ "mosaic_gpu" says nothing about decode attention, which has no such implementation."""
+        case = self.case()
+        api.decode_attention(*case.arguments, **case.how, implementation="mosaic_gpu")
+        with pytest.raises(api.UnavailableError, match="prefill_attention can't use implementation 'mosaic_gpu'"):
+            api.expected("mosaic_gpu")
 
 
 def test_what_cannot_be_imported_is_a_reason(monkeypatch):
