@@ -1,0 +1,244 @@
+"""That numbers of result files land in the right cells of docs/results.md, and that --check finds what differs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks import report, report_sections
+
+MANIFEST = {
+    "benchmark": "x",
+    "date": "2026-01-02T03:04:05+00:00",
+    "git_commit": "abc123",
+    "cpu": "a processor",
+    "cpu_count": 2,
+    "versions": {"jax": "1.2.3"},
+}
+
+
+def record(**result: Any) -> dict[str, Any]:
+    return {"manifest": MANIFEST, "result": result}
+
+
+def step(median: float, **more: Any) -> dict[str, Any]:
+    facts = {
+        "step_s": {"median": median, "spread": 0.015},
+        "tokens_per_s": 1234.4,
+        "step_over_floor": {"measured": 1.25, "nominal": 1.375},
+    }
+    return facts | more
+
+
+def ratio(value: float) -> dict[str, float]:
+    return {"ratio": value, "least_pair": value - 0.5, "largest_pair": value + 0.5}
+
+
+def part(median: float, **more: Any) -> dict[str, Any]:
+    return {"seconds": {"median": median}, "share_of_floor": 0.875} | more
+
+
+DECODE = record(cases={"dense": step(0.01), "quest": step(0.004, faster_than_dense=ratio(2.5))})
+ONE_MORE = {"one_more": {"pages_needed": 1100, "pages": 1000}}
+CAPACITY = record(
+    cases={
+        "dense L=128K": step(0.02, batch=5, **ONE_MORE),
+        "snapkv L=128K": step(0.03, batch=70, over_dense={"batch": 14.0, "tokens_per_s": 12.5}, **ONE_MORE),
+        "dense L=8K": step(0.02, batch=99, **ONE_MORE),
+        "quest L=128K": {"batch": 0, **ONE_MORE},
+    }
+)
+SERVER = {
+    "valid": True,
+    "invalid_because": [],
+    "output_tokens_per_s_by_turn": [10.0, 30.0, 20.0],
+    "ms": {"ttft": {"median": 100.0}, "tpot": {"median": 7.0}, "e2el": {"median": 2500.0}},
+}
+
+
+def rows(text: str) -> dict[str, dict[str, str]]:
+    """Cells of the first table by the first column, then by the header."""
+    found = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in text.splitlines() if line.startswith("|")]
+    header = found[0]
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in found[2:] if len(row) == len(header)}
+
+
+def shown(kind: str, found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return rows(report_sections.SECTIONS[kind][1](found))
+
+
+def test_decode_steps():
+    found = shown("decode_step", DECODE)
+    same = {"spread": "1.5%", "tokens/s": "1,234", "over floor": "1.250 measured, 1.375 nominal"}
+    assert found["dense"] == same | {"step, ms": "10", "faster than dense": "-"}
+    assert found["quest"] == same | {"step, ms": "4", "faster than dense": "2.5 (2 to 3)"}
+
+
+def test_largest_batches():
+    found = shown("capacity", CAPACITY)
+    over = "1.250 measured, 1.375 nominal"
+    assert list(found["snapkv L=128K"].values()) == ["70", "1,100 of 1,000", "30", "1,234", over, "14", "12.5"]
+    assert list(found["quest L=128K"].values()) == ["0", "1,100 of 1,000", *["-"] * 5]
+
+
+def test_invalid_windows_show_why_and_no_numbers():
+    valid = {"batch": 8, "context": 8192, "valid": True, "invalid_because": [], "tokens_per_s": 2000.0, "spread": 0.01}
+    invalid = {"batch": 9, "context": 8192, "valid": False, "invalid_because": ["too small"]}
+    found = shown("decode_window", record(cases={"a": valid | {"share_of_floor": {"measured": 0.9}}, "b": invalid}))
+    assert found["a"] == {
+        "batch": "8",
+        "context": "8192",
+        "tokens/s": "2,000",
+        "spread": "1.0%",
+        "share of floor": "90.0% measured",
+    }
+    assert found["b"]["tokens/s"] == "invalid: too small"
+    assert found["b"]["share of floor"] == "-"
+
+
+def test_prefills():
+    case = {"seconds": {"median": 2.0, "spread": 0.001}, "tokens_per_s": 5e4, "flops_per_s": 6.5e14}
+    found = shown("prefill_step", record(cases={"32K": case | {"over_floor": 1.03, "over_needed": 1.06}}))["32K"]
+    assert list(found.values()) == ["2", "0.1%", "50,000", "650", "1.030", "1.060"]
+
+
+@pytest.mark.parametrize(("kind", "key"), [("decode_attention", "shapes"), ("sparse_attention", "sparse")])
+def test_parts_and_peers(kind: str, key: str):
+    peer = part(3e-5, device_s=None, time_over_ours=ratio(1.5))
+    found = shown(
+        kind, record(**{key: {"B=1": {"bytes": 5, "ours": part(2e-5, device_s=1e-5), "peer": peer, "quiet": {}}}})
+    )
+    assert list(found["B=1: ours"].values()) == ["20", "10", "87.5%", "-"]
+    assert list(found["B=1: peer"].values()) == ["30", "-", "87.5%", "1.5 (1 to 2) of ours"]
+    assert len(found) == 2
+
+
+def test_selection_and_eviction():
+    found = shown("selection", record(selection={"many": {"ours": part(1e-5)}}, gather={"few": {"pages": part(4e-5)}}))
+    assert (found["many: ours"]["time, µs"], found["few: pages"]["time, µs"]) == ("10", "40")
+    cost = {"choosing": {"mass": part(6e-5)}, "moving": {"move": part(5e-5)}}
+    text = report_sections.eviction_cost(
+        record(auto=cost | {"all_layers_logits_s": 0.007, "all_layers_probability_s": 0.009})
+    )
+    assert rows(text)["moving: move"]["time, µs"] == "50"
+    assert "7 ms by logits, 9 ms by probability" in text
+
+
+def test_cpu_steps_of_equal_budget_are_both_shown():
+    specs = ("snapkv(sink_keep_tokens=64,decode_keep_tokens=64)", "snapkv(sink_keep_tokens=28,decode_keep_tokens=100)")
+    steps = {spec: {"step_s": {"median": 0.1}, "resident_tokens": 128, "read_tokens": 99} for spec in specs}
+    pages = {spec: {"freed_of_first": 0.85} for spec in specs}
+    text = report_sections.sparse_decode(record(steps=steps, pages=pages))
+    assert text.count("| snapkv 128 | 100 | - | 128 | 99 | 85% |") == 2
+
+
+def test_cpu_decode():
+    run = {"decode_tokens_per_s": {"median": 40.0}, "tokens_per_s": {"median": 30.0}}
+    both = {"decode": ratio(4.0), "whole": ratio(3.0)}
+    found = shown("cpu_decode", record(one=run, many=run | {"requests": 16}, many_over_one=both))
+    assert list(found["16 requests"].values()) == ["40", "30"]
+    assert list(found["many over one"].values()) == ["4 (3.5 to 4.5)", "3 (2.5 to 3.5)"]
+
+
+def test_perplexity():
+    method = {"perplexity": 12.0, "loss": 0.2, "resident_share": 0.25, "read_share": 0.125}
+    spec = "quest(sink_keep_tokens=32,decode_keep_tokens=224,observation_window_size=32)+fp8_kv"
+    found = record(dense={"perplexity": 10.0}, methods={spec: method})
+    assert list(shown("perplexity", found)["quest 256 + fp8_kv"].values()) == ["12.00", "+20.0%", "25%", "12%"]
+    assert "quest+fp8_kv" in report_sections.PICTURES["perplexity"](found)
+
+
+def test_quality_with_a_bound_that_is_not_finite_and_an_invalid_variant():
+    good = {"control": False, "resident_share": 0.5, "read_share": 0.25, "perplexity": 11.0, "loss": [0.1, None, None]}
+    good |= {"kl_nats": [0.02, None, None], "top1_agreement": [0.9, 0.8, 0.95]}
+    variants = {"snapkv": good, "random": {"control": True, "invalid": "no logits"}}
+    found = shown("quality", record(lengths={"7000": {"contexts": 1, "scored_tokens": 64, "variants": variants}}))
+    cells = ["50%", "25%", "11.00", "+10.0%", "0.02 [-, -]", "0.9 [0.8, 0.95]", "-"]
+    assert list(found["snapkv"].values()) == cells
+    assert found["random (control)"]["resident"] == "invalid: no logits"
+
+
+def test_servers_under_load():
+    bad = SERVER | {"valid": False, "invalid_because": ["a request failed"]}
+    ratios = {"peer / ours": {"output_tokens_per_s": ratio(0.8)}}
+    loads = {"4": {"servers": {"ours": SERVER, "peer": SERVER, "bad": bad}, "ratios": ratios}}
+    lines = report_sections.serve_load(record(loads=loads)).splitlines()
+    assert "| 4 | ours | 20 (10 to 30) | - | 100 | 7 | 2,500 |" in lines
+    assert "| 4 | peer | 20 (10 to 30) | 0.8 (0.3 to 1.3) | 100 | 7 | 2,500 |" in lines
+    assert "| 4 | bad | invalid: a request failed | - | - | - | - |" in lines
+
+
+def test_start_and_tpu_programs():
+    times = {"listening_s": 1.0, "ready_s": 20.0, "answer_s": 21.0}
+    warm = {key: {"median": value / 2} for key, value in times.items()}
+    found = shown("start_time", record(cold=times, warm=warm))
+    assert [list(row.values()) for row in found.values()] == [["1", "20", "21"], ["0.5", "10", "10.5"]]
+    program = {"flops": 5e9, "bytes_accessed": 2**31, "peak_memory_bytes": 2**30}
+    text = report_sections.tpu_aot({"result": {"a": program | {"layers": 4, "layers_of_model": 32}, "b": program}})
+    assert list(rows(text)["a"].values()) == ["4 of 32", "5", "2", "1"]
+    assert "b" not in rows(text)
+    assert "1 programs of single operations" in text
+
+
+def test_the_page_names_date_device_versions_and_commit():
+    manifest = MANIFEST | {"device": "a GPU", "dtype": "bfloat16"}
+    page = report.report({"decode_step_h200": DECODE | {"manifest": manifest}})["results.md"]
+    assert "2026-01-02, a GPU, a processor (2 cores), bfloat16, jax 1.2.3, commit abc123." in page
+
+
+def test_missing_and_unknown_files_are_named():
+    page = report.report({"decode_step_h200": DECODE, "surprise": record()})["results.md"]
+    missing = re.search(r"No results yet: (.*)\.", page)
+    assert missing is not None
+    assert set(missing[1].split(", ")) == set(report_sections.SECTIONS) - {"decode_step"}
+    assert "No section for: surprise.json." in page
+
+
+def test_a_missing_key_is_named_with_its_file():
+    broken = copy.deepcopy(DECODE)
+    del broken["result"]["cases"]["quest"]["tokens_per_s"]
+    with pytest.raises(report.MissingKeyError, match=r"decode_step_h200\.json has no 'tokens_per_s'"):
+        report.report({"decode_step_h200": broken})
+
+
+def test_the_picture_of_largest_batches_has_only_one_context():
+    picture = report_sections.PICTURES["capacity"](CAPACITY)
+    assert "snapkv, 70 requests" in picture
+    assert "99 requests" not in picture
+    assert "quest, 0 requests" not in picture
+
+
+def test_check_finds_drift_and_writes_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    results.mkdir()
+    docs.mkdir()
+    source = results / "decode_step_h200.json"
+    source.write_text(json.dumps(DECODE), "utf-8")
+    assert report.main(["--check"], results, docs) == 1
+    assert not any(docs.iterdir())
+    assert report.main([], results, docs) == 0
+    assert report.main(["--check"], results, docs) == 0
+
+    picture = docs / "images" / "results_decode_step_h200.svg"
+    drawn = picture.read_text("utf-8")
+    picture.write_text(drawn + " ", "utf-8")
+    capsys.readouterr()
+    assert report.main(["--check"], results, docs) == 1
+    assert capsys.readouterr().out.startswith("images/results_decode_step_h200.svg is not what")
+    picture.write_text(drawn, "utf-8")
+
+    source.write_text(json.dumps(DECODE).replace("1234.4", "4321.0"), "utf-8")
+    assert report.main(["--check"], results, docs) == 1
+    assert "4,321" not in (docs / "results.md").read_text("utf-8")
+    source.unlink()
+    assert report.main([], results, docs) == 0
+    assert not picture.exists()
+
+
+def test_the_page_of_this_repository_is_current(capsys: pytest.CaptureFixture[str]):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
