@@ -65,7 +65,6 @@ def fill(runner: Any, methods: list[Any], storage: Any, rows: int, context: int,
             positions=jnp.zeros((1, page_size), jnp.int32),
             head_pages=jnp.broadcast_to(head_pages, (1, page_size, block)),
             offsets=jnp.arange(page_size, dtype=jnp.int32)[None, :, None],
-            valid=jnp.ones((1, page_size), bool),
             num_valid=jnp.full(1, page_size, jnp.int32),
         )
         for method in methods:

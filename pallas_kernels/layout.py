@@ -84,7 +84,7 @@ class PageView(NamedTuple):
         entries = jax.lax.dynamic_slice_in_dim(self.table[:, 0], first_column, num_columns, axis=1)
         return entries * (self.stride // self.num_heads) + self.offset[0] // self.num_heads
 
-    def places(self, num_new: jax.Array, chunk: int, page_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def places(self, num_new: jax.Array, chunk: int, page_size: int) -> tuple[jax.Array, jax.Array]:
         """Where new rows go, after the first `lengths` ones.
 
         Args:
@@ -93,14 +93,14 @@ class PageView(NamedTuple):
           page_size: rows of a page.
 
         Returns:
-          int32 head-pages [batch, chunk, kv_heads] and offsets [batch, chunk, heads or 1]; bool valid [batch, chunk].
+          int32 head-pages [batch, chunk, kv_heads] and offsets [batch, chunk, heads or 1].
         """
         step = jnp.arange(chunk, dtype=jnp.int32)
         index = self.lengths[:, :, None] + step[None, None, :]
         valid = step[None, :] < num_new[:, None]
         columns = jnp.minimum(index // page_size, self.table.shape[2] - 1)
         head_pages = self.pages_at(columns).swapaxes(1, 2)
-        return jnp.where(valid[:, :, None], head_pages, 0), (index % page_size).swapaxes(1, 2), valid
+        return jnp.where(valid[:, :, None], head_pages, 0), (index % page_size).swapaxes(1, 2)
 
     def pages_at(self, columns: jax.Array) -> jax.Array:
         """int32 [batch, kv_heads, n] head-pages of `columns` [batch, kv_heads or 1, n]."""

@@ -232,7 +232,8 @@ def whole_rows(pages: int, row_pages: int) -> int:
     if rows < 1:
         return pages
     power = 1 << (rows.bit_length() - 1)
-    return 1 + (power * 3 // 2 if rows >= power * 3 / 2 and power > 1 else power) * row_pages
+    half = power // 2
+    return 1 + (power + half if rows >= power + half else power) * row_pages
 
 
 def _decode_buckets(num_rows: int, ratio: int) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ def append(
     cache = cache._replace(pools=pools)
     if method.on_write is None:
         return q, cache
-    head_pages, offsets, valid = view.places(batch.num_new, q.shape[1], geometry.page_size)
+    head_pages, offsets = view.places(batch.num_new, q.shape[1], geometry.page_size)
     # Aux is computed from what attention will read back, so that rebuilding it from pages gives the same.
     # It is encoded again rather than read from the pool, which XLA would copy to be read between two updates.
     tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in encode(layer, k, v).items()}
@@ -103,7 +103,6 @@ def append(
         positions=batch.positions,
         head_pages=head_pages,
         offsets=offsets,
-        valid=valid,
         num_valid=batch.num_new,
         implementation=statics.implementation,
     )

@@ -55,7 +55,6 @@ class Written(NamedTuple):
       positions: int32 [batch, count] logical positions of new rows (unspecified when packing).
       head_pages: int32 [batch, count, kv_heads]; 0 for rows that are not valid.
       offsets: int32 [batch, count, kv_heads or 1] row index within the page. Offset 0 means the page is new.
-      valid: bool [batch, count].
       num_valid: int32 [batch]: the first `num_valid` rows are the valid ones.
       implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
@@ -68,7 +67,6 @@ class Written(NamedTuple):
     positions: jax.Array
     head_pages: jax.Array
     offsets: jax.Array
-    valid: jax.Array
     num_valid: jax.Array
     implementation: str | None = None
 

@@ -29,7 +29,7 @@ from sparsejax.plans import (
     SwappedRow,
 )
 from sparsejax.programs import Compiled, Program, compile_all, compile_one
-from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, StepOutputs, greedy_inputs
+from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, greedy_inputs
 from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
 from sparsejax.storage import Storage
 
@@ -38,8 +38,9 @@ log = logging.getLogger("sparsejax.runner")
 EXPORT_COLUMNS = 8
 """Sequence pages moved by one export or import program."""
 CUBLAS_ROWS = 32
-"""Rows from which cuBLAS multiplies faster than the Triton products that XLA prefers, which are split along the sum and
-need a kernel more: a step of 64 rows took 9.9 instead of 10.3 ms on an H200, one of a single row 6.5 instead of 4.9."""
+"""Rows from which a decode program multiplies through cuBLAS. The Triton products that XLA prefers are split along the
+sum and need a kernel more: a step of 64 rows took 10.3 instead of 9.9 ms on an H200, but one of a single row 4.9
+instead of 6.5. What lies between was not measured."""
 
 
 class LateCompileError(RuntimeError):
@@ -47,14 +48,16 @@ class LateCompileError(RuntimeError):
 
 
 class StepTicket:
-    """A step under way (see `plans.Ticket`)."""
+    """A step under way (see `plans.Ticket`): `packed` as in `steps.StepOutputs`."""
 
-    def __init__(self, outputs: StepOutputs, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]):
-        self._packed = outputs.packed
+    def __init__(
+        self, packed: jax.Array, logits: jax.Array, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]
+    ):
+        self._packed = packed
         self._num_rows = num_rows
         self._wants_logprobs = wants_logprobs
         self._collect = collect
-        self.logits = outputs.logits
+        self.logits = logits
         self._packed.copy_to_host_async()
 
     def is_ready(self) -> bool:
@@ -403,8 +406,8 @@ class DeviceRunner:
         wants_logprobs = any(row.logprobs >= 0 for row in sampling)
         mode = None if wants_logprobs else int(ints[:, INT_COLUMNS.index("mode")].max())
         program = self._sample_program(size, mode if mode in self._sampling_modes else None)
-        self.state, outputs = program(self.state, logits, table, ints, floats)
-        return StepTicket(outputs, len(sampling), wants_logprobs, self._settle_exports)
+        self.state, packed = program(self.state, logits, table, ints, floats)
+        return StepTicket(packed, logits, len(sampling), wants_logprobs, self._settle_exports)
 
     def maintain(self, method: str, plan: MaintainRow) -> None:
         kept = int(plan.kept.max())

@@ -60,19 +60,6 @@ def greedy_inputs(batch: int) -> tuple[np.ndarray, np.ndarray]:
     return ints, floats
 
 
-class StepOutputs(NamedTuple):
-    """What a step gives back.
-
-    Attributes:
-      packed: int32 [batch, 3 + 2 * NUM_LOGPROBS]: token, ok (0/1), then float32 bits of its logprob, the ids and the
-        float32 bits of the best logprobs. One small array, so one copy to the host.
-      logits: float32 [batch, vocab].
-    """
-
-    packed: jax.Array
-    logits: jax.Array
-
-
 class RowBias(NamedTuple):
     """What GENERAL sampling knows of each row: counts [batch, vocab], bias and stop ids (see `KVState`)."""
 
@@ -188,7 +175,7 @@ def sample_rows(
     floats: jax.Array,
     mode: int | None = None,
     implementation: str | None = None,
-) -> tuple[KVState, StepOutputs]:
+) -> tuple[KVState, jax.Array]:
     """Samples for float32 [batch, vocab]; rows that are not `wanted` keep their last token. See `steps.sample_step`."""
     inputs = SamplingInputs.unpack(ints, floats)
     ok = jnp.isfinite(logits).all(-1)
@@ -206,7 +193,7 @@ def sample_rows(
         last_tokens=state.last_tokens.at[target].set(tokens),
         counts=state.counts.at[target, tokens].add(1),
     )
-    return state, StepOutputs(_pack(jnp.where(wanted, tokens, -1), ok, found), logits)
+    return state, _pack(jnp.where(wanted, tokens, -1), ok, found)
 
 
 def _pack(tokens: jax.Array, ok: jax.Array, found: Logprobs) -> jax.Array:

@@ -24,8 +24,8 @@ from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import Weights
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import POSITIONS
-from sparsejax.sampling import StepOutputs, sample_rows
 from sparsejax.sampling import greedy_inputs as greedy_inputs
+from sparsejax.sampling import sample_rows
 from sparsejax.state import IN_PROMPT, KVState, layer_view
 
 
@@ -72,6 +72,19 @@ class MaintainInputs(NamedTuple):
     row: jax.Array
     new_pages: jax.Array
     observed: jax.Array
+
+
+class StepOutputs(NamedTuple):
+    """What a step gives back.
+
+    Attributes:
+      packed: int32 [batch, 3 + 2 * NUM_LOGPROBS]: token (-1 for rows that did not sample), ok (0/1), then float32 bits
+        of its logprob, the ids and the float32 bits of the best logprobs. One small array, so one copy to the host.
+      logits: float32 [batch, vocab].
+    """
+
+    packed: jax.Array
+    logits: jax.Array
 
 
 def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
@@ -179,7 +192,7 @@ def sample_step(
     *,
     mode: int | None = None,
     implementation: str | None = None,
-) -> tuple[KVState, StepOutputs]:
+) -> tuple[KVState, jax.Array]:
     """Samples from the logits of `decode_logits` or `prefill_logits`.
 
     A program of its own: it is the same for every method, and a batch that needs less of it can be given a program that
@@ -195,7 +208,7 @@ def sample_step(
       implementation: kernel implementation, None or "auto" to choose.
 
     Returns:
-      the new state, and the sampled tokens (-1 for rows that did not sample).
+      the new state, and `StepOutputs.packed`.
     """
     return sample_rows(state, logits, rows[:, 0], rows[:, 1] != 0, ints, floats, mode, implementation)
 
@@ -218,7 +231,9 @@ def decode_step(
     """
     state, logits = _decode_logits(statics, weights, state, inputs.rows, inputs.updates)
     rows = inputs.rows[:, 0]
-    return sample_rows(state, logits, rows, rows != 0, inputs.ints, inputs.floats, mode, statics.implementation)
+    sampling = inputs.ints, inputs.floats, mode, statics.implementation
+    state, packed = sample_rows(state, logits, rows, rows != 0, *sampling)
+    return state, StepOutputs(packed, logits)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "mode"), donate_argnames=("state",))
@@ -235,11 +250,13 @@ def prefill_chunk(
       mode: see `sample_step`.
 
     Returns:
-      the new state, and the sampled tokens (-1 for rows that did not sample).
+      the new state, and the sampled tokens.
     """
     state, logits = _prefill_logits(statics, weights, state, inputs.tokens, inputs.rows, inputs.updates)
     rows, wanted = inputs.rows[:, 0], inputs.rows[:, 3] != 0
-    return sample_rows(state, logits, rows, wanted, inputs.ints, inputs.floats, mode, statics.implementation)
+    sampling = inputs.ints, inputs.floats, mode, statics.implementation
+    state, packed = sample_rows(state, logits, rows, wanted, *sampling)
+    return state, StepOutputs(packed, logits)
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))
@@ -305,7 +322,6 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             positions=positions[:, 0],
             head_pages=target.swapaxes(1, 2),
             offsets=offsets.swapaxes(1, 2),
-            valid=jnp.ones((1, kept), bool),
             num_valid=jnp.full((1,), kept, jnp.int32),
             implementation=statics.implementation,
         )

@@ -21,7 +21,7 @@ def append(
     """See `api.append`."""
     q, k, v = finish(heads)
     page_size = pools[POSITIONS].shape[1]
-    head_pages, offsets, _ = view.places(num_new, q.shape[1], page_size)
+    head_pages, offsets = view.places(num_new, q.shape[1], page_size)
     rows = encode(layer, k, v)
     rows[POSITIONS] = jnp.broadcast_to(positions[:, :, None], head_pages.shape)
     updated = {name: pools[name].at[head_pages, offsets].set(row) for name, row in rows.items()}

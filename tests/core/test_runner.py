@@ -238,6 +238,14 @@ def test_an_accelerator_runs_no_more_of_the_sampler_than_the_batch_needs(runner,
     assert (result.logprob is not None) == any(row.logprobs >= 0 for row in rows)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_large_batches_multiply_through_cublas_where_there_is_one(runner, monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    options = [runner._describe_decode(NAME, rows).options for rows in (1, 31, 32, 128)]
+    cublas = {"xla_gpu_enable_triton_gemm": False} if platform == "gpu" else {}
+    assert options == [{}, {}, cublas, cublas]
+
+
 def test_bias_stops_and_penalties_reach_the_device(runner):
     driver = Driver(runner)
     plain = driver.generate({1: LONG}, 8)[1]

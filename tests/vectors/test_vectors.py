@@ -193,7 +193,6 @@ def write_bounds(method, rows, keys, starts, counts, page_aux, phase="chunk"):
         positions=jnp.asarray(index, jnp.int32),
         head_pages=jnp.asarray(np.where(valid[:, :, None], head_pages, 0)),
         offsets=jnp.asarray(index % geometry.page_size, jnp.int32)[:, :, None],
-        valid=jnp.asarray(valid),
         num_valid=jnp.asarray(counts, jnp.int32),
     )
     return dict(method.on_write(method.params, geometry, page_aux, {}, written)[0])
