@@ -23,24 +23,12 @@ from typing import Any
 
 from benchmarks import bars, common, filled_state, quiet, step_timing
 from benchmarks.decode_attention import kilo
+from benchmarks.decode_step import Case
 from benchmarks.step_timing import MODELS, Model, composition
 
 BATCHES = {8192: 16, 32768: 8, 131072: 4}
 MEMBERS = ("dense", "streamingllm", "snapkv", "quest", "fp8_kv")
 _BUDGETED = {"streamingllm": "keep", "snapkv": "keep", "quest": "read"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """`method` is for people, `composition` for the registry. `context` is in tokens."""
-
-    method: str
-    composition: str
-    batch: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"{self.method} B={self.batch} L={kilo(self.context)}"
 
 
 def cases(model: Model, arguments: Any) -> list[Case]:

@@ -10,9 +10,15 @@ import importlib
 
 import jax
 
+from sparsejax.pallas_kernels import payload
+from sparsejax.pallas_kernels.layout import LoadTile, Pools
 from sparsejax.pallas_kernels.platforms import platform
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 and asynchronous copies
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+CODES = ("float8_e4m3fn", "uint8")
+CODES_CAPABILITY = (8, 9)
 
 
 @functools.cache
@@ -53,6 +59,34 @@ def platform_problem() -> str | None:
     if capability() < LEAST_CAPABILITY:
         return "needs compute capability {}.{}, this GPU has {}.{}".format(*LEAST_CAPABILITY, *capability())
     return None
+
+
+def codes_problem() -> str | None:
+    """Why this GPU has no 8-bit floats, or None."""
+    if capability() < CODES_CAPABILITY:
+        return "8-bit floats need compute capability {}.{}".format(*CODES_CAPABILITY)
+    return None
+
+
+def rows_problem(
+    q: jax.Array, pools: Pools, names: tuple[str, ...], read: tuple[str, ...], load_tile: LoadTile
+) -> str | None:
+    """Why a kernel can't multiply queries [..., head_dim] with the stored rows that it reads of `pools`, or None."""
+    dim = q.shape[-1]
+    layout = payload.recognise(load_tile, pools, names, q.dtype)
+    if layout is None:
+        found = ", ".join(f"{name} {pools[name].dtype.name}" for name in names)
+        return f"the stored rows ({found}) are decoded in a way the kernel does not know"
+    if q.dtype.name not in DTYPES:
+        return f"queries are {q.dtype.name}, not one of {', '.join(DTYPES)}"
+    for name in read:
+        if layout == payload.ROW_SCALED and pools[name].dtype.name not in CODES:
+            return f"scaled codes are {pools[name].dtype.name}, not one of {', '.join(CODES)}"
+        if pools[name].ndim != 3 or pools[name].shape[2] != dim:
+            return f"rows of {name!r} have shape {pools[name].shape[2:]}, not the head's ({dim},)"
+    if dim not in HEAD_DIMS:
+        return f"head_dim is {dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    return codes_problem() if layout == payload.ROW_SCALED else None
 
 
 def power_of_two(number: int) -> int:

@@ -10,9 +10,8 @@ import math
 
 import jax
 
-from sparsejax.pallas_kernels.triton_support import platform_problem, power_of_two
+from sparsejax.pallas_kernels.triton_support import DTYPES, platform_problem, power_of_two
 
-DTYPES = ("bfloat16", "float16", "float32")
 LARGEST_SIZE = 16384
 
 

@@ -14,10 +14,7 @@ import jax.numpy as jnp
 from sparsejax.pallas_kernels import payload
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import POSITIONS, Encode, PageView, Pools
-from sparsejax.pallas_kernels.triton_support import capability, platform_problem, power_of_two
-
-DTYPES = ("bfloat16", "float16", "float32")
-CODES_CAPABILITY = (8, 9)
+from sparsejax.pallas_kernels.triton_support import DTYPES, codes_problem, platform_problem, power_of_two
 
 
 def unsupported(heads: Heads, pools: Pools, view: PageView, encode: Encode) -> str | None:
@@ -26,9 +23,7 @@ def unsupported(heads: Heads, pools: Pools, view: PageView, encode: Encode) -> s
         return problem
     if (problem := unsupported_shape(heads, pools, view, encode)) is not None:
         return problem
-    if "k_scale" in pools and capability() < CODES_CAPABILITY:
-        return "8-bit floats need compute capability {}.{}".format(*CODES_CAPABILITY)
-    return None
+    return codes_problem() if "k_scale" in pools else None
 
 
 def unsupported_shape(heads: Heads, pools: Pools, view: PageView, encode: Encode) -> str | None:

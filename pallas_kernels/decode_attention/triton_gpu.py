@@ -20,14 +20,11 @@ from sparsejax.pallas_kernels.triton_support import (
     num_multiprocessors,
     platform_problem,
     power_of_two,
+    rows_problem,
 )
 
-HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 64
 MOST_ENTRIES = 4096  # every program scans all lengths
-DTYPES = ("bfloat16", "float16", "float32")
-CODES = ("float8_e4m3fn", "uint8")
-CODES_CAPABILITY = (8, 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,23 +78,9 @@ def unsupported_shape(
     load_tile: LoadTile,
 ) -> str | None:
     """The part of `unsupported` that does not depend on the device."""
-    batch, q_heads, dim = q.shape
-    layout = payload.recognise(load_tile, pools, names, q.dtype)
-    if layout is None:
-        found = ", ".join(f"{name} {pools[name].dtype.name}" for name in names)
-        return f"the stored rows ({found}) are decoded in a way the kernel does not know"
-    if q.dtype.name not in DTYPES:
-        return f"queries are {q.dtype.name}, not one of {', '.join(DTYPES)}"
-    if layout == payload.ROW_SCALED:
-        if any(pools[name].dtype.name not in CODES for name in ("k", "v")):
-            return f"scaled codes are {pools['k'].dtype.name}, not one of {', '.join(CODES)}"
-        if capability() < CODES_CAPABILITY:
-            return "8-bit floats need compute capability {}.{}".format(*CODES_CAPABILITY)
-    for name in ("k", "v"):
-        if pools[name].ndim != 3 or pools[name].shape[2] != dim:
-            return f"rows of {name!r} have shape {pools[name].shape[2:]}, not the head's ({dim},)"
-    if dim not in HEAD_DIMS:
-        return f"head_dim is {dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    batch, q_heads, _ = q.shape
+    if (problem := rows_problem(q, pools, names, ("k", "v"), load_tile)) is not None:
+        return problem
     if q_heads // view.num_heads > LARGEST_GROUP:
         return f"{q_heads // view.num_heads} query heads share a KV head, more than {LARGEST_GROUP}"
     if batch * view.lengths.shape[1] > MOST_ENTRIES:
@@ -122,9 +105,10 @@ def decode_attention(
 
 
 def cut_at_rows(programs: int, rows: int, spare: int) -> int:
-    """About as many programs, so that shares of equally long rows begin and end with rows, if that wastes little.
+    """About as many programs, as a multiple of the rows or with whole rows for each, if that leaves few cores idle.
 
-    A program that goes from one row to the next starts its loads anew. `spare` more programs than asked for also do.
+    Equally long rows then begin and end with shares wherever their blocks divide, and a program that goes from one row
+    to the next starts its loads anew. One program per row may be up to `spare` more than asked for.
     """
     if programs < rows <= programs + spare:
         return rows

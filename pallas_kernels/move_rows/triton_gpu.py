@@ -11,12 +11,11 @@ import math
 import jax
 
 from sparsejax.pallas_kernels.layout import PageView, Pools
-from sparsejax.pallas_kernels.triton_support import capability, platform_problem, power_of_two
+from sparsejax.pallas_kernels.triton_support import codes_problem, platform_problem, power_of_two
 
 WIDEST_ROW = 4096
 DTYPES = ("bfloat16", "float16", "float32", "int8", "int16", "int32", "uint8", "uint16", "uint32")
 CODES = ("float8_e4m3fn", "float8_e5m2")
-CODES_CAPABILITY = (8, 9)
 BLOCK_BYTES = 16384
 
 
@@ -30,8 +29,8 @@ def unsupported(pools: Pools, rows: jax.Array, target: PageView) -> str | None:
 def unsupported_shape(pools: Pools) -> str | None:
     """The part of `unsupported` that does not depend on the device."""
     for name, pool in pools.items():
-        if pool.dtype.name in CODES and capability() < CODES_CAPABILITY:
-            return "8-bit floats need compute capability {}.{}".format(*CODES_CAPABILITY)
+        if pool.dtype.name in CODES and (problem := codes_problem()) is not None:
+            return problem
         if pool.dtype.name not in (*DTYPES, *CODES):
             return f"rows of {name!r} are {pool.dtype.name}, not one of {', '.join((*DTYPES, *CODES))}"
         if _width(pool) > WIDEST_ROW:

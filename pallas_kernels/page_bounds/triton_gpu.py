@@ -6,9 +6,8 @@ import importlib
 
 import jax
 
-from sparsejax.pallas_kernels.triton_support import platform_problem, power_of_two
+from sparsejax.pallas_kernels.triton_support import DTYPES, platform_problem, power_of_two
 
-DTYPES = ("bfloat16", "float16", "float32")
 BLOCK = 32
 
 

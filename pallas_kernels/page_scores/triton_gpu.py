@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.pallas_kernels.layout import PageView
-from sparsejax.pallas_kernels.triton_support import platform_problem, power_of_two
+from sparsejax.pallas_kernels.triton_support import DTYPES, HEAD_DIMS, platform_problem, power_of_two
 
-HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 64
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unsupported(q: jax.Array, page_min: jax.Array, page_max: jax.Array, view: PageView) -> str | None:

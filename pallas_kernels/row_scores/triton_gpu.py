@@ -19,13 +19,10 @@ from sparsejax.pallas_kernels.triton_support import (
     num_multiprocessors,
     platform_problem,
     power_of_two,
+    rows_problem,
 )
 
-HEAD_DIMS = (64, 128, 256)
 MOST_GROUP_BYTES = 32768
-DTYPES = ("bfloat16", "float16", "float32")
-CODES = ("float8_e4m3fn", "uint8")
-CODES_CAPABILITY = (8, 9)
 NEG = -1e30
 
 
@@ -78,21 +75,8 @@ def unsupported_shape(
 ) -> str | None:
     """The part of `unsupported` that does not depend on the device."""
     q_heads, dim = q.shape[2:]
-    layout = payload.recognise(load_tile, pools, names, q.dtype)
-    if layout is None:
-        found = ", ".join(f"{name} {pools[name].dtype.name}" for name in names)
-        return f"the stored rows ({found}) are decoded in a way the kernel does not know"
-    if q.dtype.name not in DTYPES:
-        return f"queries are {q.dtype.name}, not one of {', '.join(DTYPES)}"
-    if layout == payload.ROW_SCALED:
-        if pools["k"].dtype.name not in CODES:
-            return f"scaled codes are {pools['k'].dtype.name}, not one of {', '.join(CODES)}"
-        if capability() < CODES_CAPABILITY:
-            return "8-bit floats need compute capability {}.{}".format(*CODES_CAPABILITY)
-    if pools["k"].ndim != 3 or pools["k"].shape[2] != dim:
-        return f"rows of 'k' have shape {pools['k'].shape[2:]}, not the head's ({dim},)"
-    if dim not in HEAD_DIMS:
-        return f"head_dim is {dim}, not one of {', '.join(map(str, HEAD_DIMS))}"
+    if (problem := rows_problem(q, pools, names, ("k",), load_tile)) is not None:
+        return problem
     group_bytes = power_of_two(q_heads // view.num_heads) * dim * q.dtype.itemsize
     if group_bytes > MOST_GROUP_BYTES:
         return f"the query heads of a KV head take {group_bytes} bytes, more than {MOST_GROUP_BYTES}"

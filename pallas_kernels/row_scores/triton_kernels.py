@@ -14,16 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from sparsejax.pallas_kernels.decode_attention.triton_kernels import LOG2E, decode
+
 NEG = tl.constexpr(-1e30)
-
-
-@triton.jit
-def decode(tile, dtype: tl.constexpr):
-    """Stored rows in the compute dtype; uint8 are the bits of 8-bit floats."""
-    if tile.dtype == tl.uint8:
-        tile = tile.to(tl.float8e4nv, bitcast=True)
-    return tile.to(dtype)
 
 
 @triton.jit

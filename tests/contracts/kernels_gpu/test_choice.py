@@ -147,3 +147,19 @@ def test_what_cannot_be_imported_is_a_reason(monkeypatch):
 @pytest.mark.parametrize(("number", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_power_of_two(number, power):
     assert triton_support.power_of_two(number) == power
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100, 128, 384, 512, 520, 1000, 1024, 5000])
+def test_rows_are_shared_out_evenly_where_that_leaves_few_cores_idle(rows):
+    asked, spare = 396, 132
+    programs = decode_triton.cut_at_rows(asked, rows, spare)
+    assert 0.9 * asked <= programs <= asked + spare
+    rows_each = -(-rows // programs)
+    even = programs % rows == 0 or rows_each * (programs - 1) < rows <= rows_each * programs
+    assert even or programs == asked
+
+
+def test_programs_of_batches_that_are_powers_of_two():
+    """8 KV heads each: one row in several programs, or several rows in one."""
+    found = {batch: decode_triton.cut_at_rows(396, 8 * batch, 132) for batch in (1, 16, 64, 128)}
+    assert found == {1: 392, 16: 384, 64: 512, 128: 396}

@@ -47,7 +47,7 @@ def call(queries=32, heads=8, group=4, dim=128, page=64, dtype="bfloat16", codes
     ],
 )
 def test_what_scores_serve(fields, reason, monkeypatch):
-    monkeypatch.setattr(rows_triton, "capability", lambda: (9, 0))
+    monkeypatch.setattr(triton_support, "capability", lambda: (9, 0))
     with jax.enable_x64(fields.get("dtype") == "float64"):
         q, pools, view, _, load_tile = call(**fields)
         found = rows_triton.unsupported_shape(q, pools, tuple(pools), view, load_tile)
@@ -77,7 +77,7 @@ def test_what_scores_do_not_know():
     ],
 )
 def test_what_can_be_moved(dtype, shape, capability, reason, monkeypatch):
-    monkeypatch.setattr(move_triton, "capability", lambda: capability)
+    monkeypatch.setattr(triton_support, "capability", lambda: capability)
     found = move_triton.unsupported_shape({"k": jax.ShapeDtypeStruct((9, *shape), jnp.dtype(dtype))})  # type: ignore[dict-item]
     assert (found is None) if reason is None else found is not None and found.startswith(reason), found
 
