@@ -181,16 +181,15 @@ def choice_side(prompt: Prompt, implementation: str) -> Sides:
     import jax
     import jax.numpy as jnp
 
-    from sparsejax.methods import snapkv
+    from sparsejax import eviction
 
     a, params = prompt.arguments, prompt.method.params
     width = prompt.geometry.max_pages * a.page
     scores = jax.random.normal(jax.random.key(5), (a.layers, 1, width), jnp.float32)
 
     def run(scores):
-        return jax.lax.map(
-            lambda one: snapkv.choose_rows(params, one, jnp.int32(a.context), a.keep, 1, implementation), scores
-        )
+        how = {"first": params.sink_keep_tokens, "recent": params.recent_keep_tokens, "implementation": implementation}
+        return jax.lax.map(lambda one: eviction.choose_rows(one, jnp.int32(a.context), a.keep, **how), scores)
 
     return {"choice": (timed(run, (scores,), a.layers), a.layers)}
 

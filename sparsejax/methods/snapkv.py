@@ -10,8 +10,8 @@ import dataclasses
 import logging
 
 import jax
-import jax.numpy as jnp
 
+from sparsejax import eviction
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import (
@@ -25,8 +25,6 @@ from sparsejax.method import (
     integer_param,
     knob,
 )
-from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.layout import explicit_view
 
 QUERIES = "snapkv_queries"
 log = logging.getLogger("sparsejax.methods")
@@ -73,19 +71,10 @@ def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
 
 
 def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    """Keeps the last W queries of each request; a query at position p lies in slot p mod W."""
     if written.phase == "pack" or (written.phase == "token" and not params.snapkv_decode_eviction):
         return page_aux, row_aux
-    assert written.queries is not None
-    window = params.observation_window_size
-    size = min(window, written.keys.shape[1])
-    index = written.num_valid[:, None] - size + jnp.arange(size, dtype=jnp.int32)[None]
-    rows = jnp.where(index >= 0, written.rows[:, None], 0)  # row 0 swallows what does not exist
-    index = jnp.maximum(index, 0)
-    queries = jnp.take_along_axis(written.queries, index[:, :, None, None], axis=1)
-    slots = jnp.take_along_axis(written.positions, index, axis=1) % window
-    stored = row_aux[QUERIES].at[written.layer, rows, slots].set(queries)
-    return page_aux, {**row_aux, QUERIES: stored}
+    ring = eviction.record_queries(row_aux[QUERIES], written, params.observation_window_size)
+    return page_aux, {**row_aux, QUERIES: ring}
 
 
 def keep_count(params: Params, phase: Phase, length: int) -> int:
@@ -107,87 +96,31 @@ def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) ->
     return max(prompt, decoded)
 
 
-def keep_rows(params: Params, context: EvictContext) -> jax.Array:
-    window = params.observation_window_size
-    slots = jnp.arange(window, dtype=jnp.int32)
-    last = context.next_position - 1
-    query_positions = last - (last - slots) % window
-    in_window = query_positions > last - jnp.minimum(context.observed, window)
-    kernel = params.pool_kernel_size if context.phase == "prompt" else 1
-    scores = score_rows(params, context, context.row_aux[QUERIES], query_positions, in_window)
-    return choose_rows(params, scores, context.length, context.kept, kernel, context.implementation)
-
-
-def score_rows(
-    params: Params, context: EvictContext, queries: jax.Array, query_positions: jax.Array, in_window: jax.Array
-) -> jax.Array:
-    """Votes for each resident row.
-
-    Args:
-      context: the request in one layer.
-      queries: [window, q_heads, head_dim].
-      query_positions: int32 [window].
-      in_window: bool [window].
-
-    Returns:
-      float32 [1 or kv_heads, capacity]; rows outside the candidates hold -inf (logits) or 0 (probability).
-    """
-    geometry = context.geometry
-    first, end = params.sink_keep_tokens, context.length - params.recent_keep_tokens
-    shared = params.head_mode == "shared"
-    logits_mode = params.sparse_prefill_score_mode == "logits"
-
-    # Rows end with the tokens of the window, so a query sees all but those that came after it.
-    later = context.next_position - 1 - query_positions
-    limit = jnp.where(in_window, context.length - later, 0)[None, None, :]
-    arrays = (queries[None], context.pools, context.names, context.view)
-    how = {"load_tile": context.load_tile, "layer": context.layer, "scale": geometry.scale}
-    how["implementation"] = context.implementation
-    if logits_mode:
-        lse, num_queries = None, 1.0
-    else:
-        everything = params.softmax_domain == "all"
-        domain = limit if everything else jnp.minimum(limit, end)
-        lse = api.attention_lse(*arrays, domain, first=0 if everything else first, **how)
-        num_queries = jnp.maximum(in_window.sum(), 1).astype(jnp.float32)
-    group = "max" if shared else "sum"
-    scores = api.row_scores(*arrays, jnp.minimum(limit, end), lse=lse, group=group, **how)[0] / num_queries
-    scores = scores.max(0, keepdims=True) if shared else scores / geometry.group_size
-    index = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
-    return jnp.where((index >= first) & (index < end), scores, -jnp.inf if logits_mode else 0.0)
-
-
-def pool_scores(scores: jax.Array, kernel: int, pool_type: str) -> jax.Array:
-    """Stride-1 pooling along the last axis, same length. Zero padding counts in the divisor of 'avg'."""
-    if kernel == 1:
-        return scores
-    window, strides = (1, kernel), (1, 1)
-    if pool_type == "max":
-        return jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, window, strides, "SAME")
-    return jax.lax.reduce_window(scores, 0.0, jax.lax.add, window, strides, "SAME") / kernel
-
-
-def choose_rows(
-    params: Params, scores: jax.Array, length: jax.Array, kept: int, kernel: int, implementation: str | None = None
-) -> jax.Array:
-    """int32 [1 or kv_heads, kept] ascending: sinks, best candidates (ties to the lower row), recent rows."""
-    index = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    first, end = params.sink_keep_tokens, length - params.recent_keep_tokens
-    candidate = (index >= first) & (index < end)
-    neutral = -jnp.inf if params.pool_type == "max" else 0.0
-    if kernel > 1:
-        pooled = pool_scores(jnp.where(candidate[None], scores, neutral), kernel, params.pool_type)
-    else:
-        pooled = scores
-    pooled = jnp.where(candidate[None], pooled, jnp.inf)
-    # Rows as pages of one row, behind them one more that is chosen anyway: the last page always is.
-    pooled = jnp.pad(pooled, ((0, 0), (0, 1)))[None]
-    table = jnp.broadcast_to(jnp.arange(pooled.shape[2], dtype=jnp.int32)[None, None], pooled.shape)
-    view = explicit_view(table, jnp.full((1, 1), length + 1, jnp.int32))
-    chosen = api.select_pages(
-        pooled, view, num_scored=kept, width=kept + 1, budget=0, page_size=1, implementation=implementation
+def score_rows(params: Params, context: EvictContext) -> jax.Array:
+    """Votes for each row, pooled: float32 [1 or kv_heads, capacity]."""
+    protected = {"first": params.sink_keep_tokens, "recent": params.recent_keep_tokens}
+    scores = eviction.window_votes(
+        context,
+        context.row_aux[QUERIES],
+        *eviction.ring_positions(context.next_position, params.observation_window_size, context.observed),
+        **protected,
+        probability=params.sparse_prefill_score_mode == "probability",
+        everything=params.softmax_domain == "all",
+        shared=params.head_mode == "shared",
     )
-    return chosen.table[0, :, :kept]
+    kernel = params.pool_kernel_size if context.phase == "prompt" else 1
+    return eviction.pool_candidates(scores, context.length, kernel, params.pool_type, **protected)
+
+
+def keep_rows(params: Params, context: EvictContext) -> jax.Array:
+    return eviction.choose_rows(
+        score_rows(params, context),
+        context.length,
+        context.kept,
+        first=params.sink_keep_tokens,
+        recent=params.recent_keep_tokens,
+        implementation=context.implementation,
+    )
 
 
 def build(params: Params) -> Method:

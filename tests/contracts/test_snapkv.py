@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sparsejax import eviction
 from sparsejax.methods import snapkv
 from tests.contracts.compositions import PER_HEAD, small
 from tests.core.harness import Session, tokens_of
@@ -161,7 +162,6 @@ def test_without_decode_eviction_rows_only_grow():
 
 
 def test_ties_go_to_the_lower_row():
-    params = snapkv.Params(sink_keep_tokens=1, recent_keep_tokens=1, decode_keep_tokens=3, observation_window_size=1)
     for scores, kept in (
         ([0.0, -0.0, 0.0, -0.0, 0.0], [1, 2, 3]),  # signed zeros are equal
         ([1.0, 2.0, 1.0, 2.0, 1.0], [1, 2, 4]),
@@ -170,24 +170,19 @@ def test_ties_go_to_the_lower_row():
     ):
         padded = np.full((1, 16), np.nan, np.float32)
         padded[0, 1:6] = scores
-        found = snapkv.choose_rows(params, jnp.asarray(padded), jnp.int32(7), 5, 1)
+        found = eviction.choose_rows(jnp.asarray(padded), jnp.int32(7), 5, first=1, recent=1)
         assert found.tolist() == [[0, *kept, 6]]
 
 
 @pytest.mark.parametrize("kind", ["max", "avg"])
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 def test_pooling_stays_inside_the_candidates(kernel, kind):
-    params = snapkv.Params(
-        sink_keep_tokens=2,
-        recent_keep_tokens=3,
-        decode_keep_tokens=4,
-        observation_window_size=1,
-        pool_type=kind,
-    )
     rng = np.random.default_rng(kernel)
     scores = rng.random(9).astype(np.float32)
     padded = np.full((1, 24), 1e6, np.float32)  # sinks, recent rows and padding must not leak in
     padded[0, 2:11] = scores
-    found = snapkv.choose_rows(params, jnp.asarray(padded), jnp.int32(14), 9, kernel)[0].tolist()
+    length, protected = jnp.int32(14), {"first": 2, "recent": 3}
+    pooled = eviction.pool_candidates(jnp.asarray(padded), length, kernel, kind, **protected)
+    found = eviction.choose_rows(pooled, length, 9, **protected)[0].tolist()
     best = np.argsort(-smooth(scores.astype(np.float64), kernel, kind), kind="stable")[:4]
     assert found == [0, 1, *sorted((best + 2).tolist()), 11, 12, 13]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparsejax import registry
+from sparsejax import eviction, registry
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import Written
 from sparsejax.methods import quest, snapkv
@@ -108,12 +109,9 @@ def test_snapkv_window(name, granularity):
     params = method.params
     rows, row_aux = snapkv_rows(case, granularity)
     context = evict_context(method, rows, row_aux=row_aux, observed=12)
-    window = params.observation_window_size
-    positions = jnp.arange(12 - window, 12, dtype=jnp.int32)
-    queries = row_aux[snapkv.QUERIES][positions % window]
-    scores = snapkv.score_rows(params, context, queries, positions, jnp.ones(window, bool))
-    votes = scores[:, params.sink_keep_tokens : 12 - params.recent_keep_tokens]
-    smooth = snapkv.pool_scores(votes, params.pool_kernel_size, params.pool_type)
+    inside = slice(params.sink_keep_tokens, 12 - params.recent_keep_tokens)
+    smooth = snapkv.score_rows(params, context)[:, inside]
+    votes = snapkv.score_rows(dataclasses.replace(params, pool_kernel_size=1), context)[:, inside]
     if params.sparse_prefill_score_mode == "logits":
         votes, smooth = votes / rows.geometry.scale, smooth / rows.geometry.scale  # the file's logits are unscaled
     if params.head_mode == "shared":
@@ -132,7 +130,7 @@ def test_snapkv_score_only():
     scores = np.full((1, 20), -np.inf, np.float32)
     scores[0, 1:7] = case["inputs"]["candidate_score"]
     kept = method.keep_count(method.params, "prompt", case["inputs"]["n"])
-    rows = snapkv.choose_rows(method.params, jnp.asarray(scores), jnp.int32(8), kept, 1)
+    rows = eviction.choose_rows(jnp.asarray(scores), jnp.int32(8), kept, first=1, recent=1)
     assert rows.tolist() == [case["expected"]["keep"]]
 
 

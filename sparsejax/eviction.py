@@ -1,0 +1,175 @@
+"""What eviction methods share: the queries that vote, their votes, pooling, and the choice of rows.
+
+Pure functions of arrays. A method decides what is scored, when, and how many rows stay; nothing here knows methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.method import EvictContext, Written
+from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.layout import explicit_view
+
+
+def record_queries(ring: jax.Array, written: Written, window: int) -> jax.Array:
+    """Keeps the last `window` queries of each request; a query at position p lies in slot p mod window.
+
+    Args:
+      ring: [num_layers, num_rows + 1, window, q_heads, head_dim].
+      written: new rows, with queries.
+      window: slots.
+    """
+    assert written.queries is not None
+    size = min(window, written.keys.shape[1])
+    index = written.num_valid[:, None] - size + jnp.arange(size, dtype=jnp.int32)[None]
+    rows = jnp.where(index >= 0, written.rows[:, None], 0)  # row 0 swallows what does not exist
+    index = jnp.maximum(index, 0)
+    queries = jnp.take_along_axis(written.queries, index[:, :, None, None], axis=1)
+    slots = jnp.take_along_axis(written.positions, index, axis=1) % window
+    return ring.at[written.layer, rows, slots].set(queries)
+
+
+def ring_positions(next_position: jax.Array, window: int, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logical positions of the queries in each slot, int32 [window], and which of them count: the last `observed`."""
+    slots = jnp.arange(window, dtype=jnp.int32)
+    last = next_position - 1
+    positions = last - (last - slots) % window
+    return positions, positions > last - jnp.minimum(observed, window)
+
+
+def candidates(capacity: int, length: jax.Array, first: int, recent: int) -> jax.Array:
+    """Rows that compete, bool [capacity]: neither the first ones nor the last ones."""
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    return (index >= first) & (index < length - recent)
+
+
+def window_votes(
+    context: EvictContext,
+    queries: jax.Array,
+    query_positions: jax.Array,
+    in_window: jax.Array,
+    *,
+    first: int,
+    recent: int,
+    probability: bool,
+    everything: bool,
+    shared: bool,
+) -> jax.Array:
+    """What the queries of an observation window think of each candidate row (arXiv 2404.14469).
+
+    Args:
+      context: the request in one layer.
+      queries: [window, q_heads, head_dim].
+      query_positions: int32 [window], logical.
+      in_window: bool [window], which queries count.
+      first, recent: rows at the beginning and at the end that do not compete.
+      probability: votes are attention mass, averaged over the queries; else the largest logit.
+      everything: attention is normalised over all rows that a query sees, else over the candidates among them.
+      shared: one score for all heads, the largest over query heads; else one per KV head, the mean of its group.
+
+    Returns:
+      float32 [1 or kv_heads, capacity]; rows outside the candidates hold -inf (logits) or 0 (probability).
+    """
+    geometry = context.geometry
+    end = context.length - recent
+    # Rows end with the tokens of the window, so a query sees all but those that came after it.
+    later = context.next_position - 1 - query_positions
+    limit = jnp.where(in_window, context.length - later, 0)[None, None, :]
+    arrays = (queries[None], context.pools, context.names, context.view)
+    how: dict[str, Any] = {"load_tile": context.load_tile, "layer": context.layer, "scale": geometry.scale}
+    how["implementation"] = context.implementation
+    lse, num_queries = None, 1.0
+    if probability:
+        domain = limit if everything else jnp.minimum(limit, end)
+        lse = api.attention_lse(*arrays, domain, first=0 if everything else first, **how)
+        num_queries = jnp.maximum(in_window.sum(), 1).astype(jnp.float32)
+    group = "max" if shared else "sum"
+    scores = api.row_scores(*arrays, jnp.minimum(limit, end), lse=lse, group=group, **how)[0] / num_queries
+    scores = scores.max(0, keepdims=True) if shared else scores / geometry.group_size
+    competing = candidates(scores.shape[1], context.length, first, recent)
+    return jnp.where(competing[None], scores, 0.0 if probability else -jnp.inf)
+
+
+def pool_scores(scores: jax.Array, kernel: int, pool_type: str) -> jax.Array:
+    """Stride-1 pooling along the last axis, same length. Zero padding counts in the divisor of 'avg'."""
+    if kernel == 1:
+        return scores
+    window, strides = (1, kernel), (1, 1)
+    if pool_type == "max":
+        return jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, window, strides, "SAME")
+    return jax.lax.reduce_window(scores, 0.0, jax.lax.add, window, strides, "SAME") / kernel
+
+
+def pool_candidates(
+    scores: jax.Array, length: jax.Array, kernel: int, pool_type: str, *, first: int, recent: int
+) -> jax.Array:
+    """`pool_scores` over the candidates alone: what does not compete lends nothing to its neighbours."""
+    if kernel == 1:
+        return scores
+    competing = candidates(scores.shape[1], length, first, recent)[None]
+    return pool_scores(jnp.where(competing, scores, -jnp.inf if pool_type == "max" else 0.0), kernel, pool_type)
+
+
+def choose_rows(
+    scores: jax.Array,
+    length: jax.Array,
+    kept: int,
+    *,
+    first: int = 0,
+    recent: int = 0,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The rows that stay: the first and the last ones, and the best of the rest, ties to the lower row.
+
+    Args:
+      scores: float32 [1 or kv_heads, capacity], NaN as -inf.
+      length: int32 scalar, rows before, more than `kept`.
+      kept: rows that stay, `first` and `recent` included.
+      first, recent: rows at the beginning and at the end that stay whatever their score.
+      implementation: as in `pallas_kernels.api`.
+
+    Returns:
+      int32 [1 or kv_heads, kept], ascending.
+    """
+    competing = candidates(scores.shape[1], length, first, recent)[None]
+    wanted = jnp.where(competing, scores, jnp.inf)
+    # Rows as pages of one row, behind them one more that is chosen anyway: the last page always is.
+    wanted = jnp.pad(wanted, ((0, 0), (0, 1)))[None]
+    table = jnp.broadcast_to(jnp.arange(wanted.shape[2], dtype=jnp.int32)[None, None], wanted.shape)
+    view = explicit_view(table, jnp.full((1, 1), length + 1, jnp.int32))
+    chosen = api.select_pages(
+        wanted, view, num_scored=kept, width=kept + 1, budget=0, page_size=1, implementation=implementation
+    )
+    return chosen.table[0, :, :kept]
+
+
+def choose_counted_rows(
+    scores: jax.Array, length: jax.Array, kept: int, counts: jax.Array, *, first: int = 0, recent: int = 0
+) -> jax.Array:
+    """`choose_rows` for heads that keep different numbers of rows.
+
+    Args:
+      scores: float32 [heads, capacity], NaN as -inf.
+      length: int32 scalar, rows before.
+      kept: the most rows that a head may keep.
+      counts: int32 [heads] rows that each keeps, at least `first` + `recent` and at most `kept` and `length`.
+      first, recent: rows at the beginning and at the end that stay whatever their score.
+
+    Returns:
+      int32 [heads, kept]; the first `counts` of each head ascending, then the last row again and again.
+    """
+    capacity = scores.shape[1]
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    competing = candidates(capacity, length, first, recent)[None]
+    wanted = jnp.where(competing, jnp.nan_to_num(scores, nan=-jnp.inf, posinf=jnp.inf, neginf=-jnp.inf), jnp.inf)
+    wanted = jnp.where(index[None] < length, wanted, -jnp.inf)
+    order = jnp.argsort(-wanted, axis=1, stable=True)
+    rank = jnp.zeros_like(order).at[jnp.arange(scores.shape[0])[:, None], order].set(index[None])
+    stays = (rank < counts[:, None]) & (index[None] < length)
+    place = jnp.where(stays, jnp.cumsum(stays, axis=1) - 1, kept)  # `kept` is out of bounds: dropped
+    rows = jnp.full((scores.shape[0], kept), length - 1, jnp.int32)
+    return rows.at[jnp.arange(scores.shape[0])[:, None], place].set(index[None], mode="drop")
