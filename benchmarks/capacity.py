@@ -253,18 +253,19 @@ def main(argv: list[str] | None = None) -> int:
     usable = usable_bytes(spec, model.page_size, arguments)
     print(f"{usable / GIB:.2f} GiB for weights, workspace, rows and pages", flush=True)
     found: dict[str, dict[str, Any]] = {}
+    result = {"bytes_per_s": bandwidths, "usable_bytes": usable, "cases": found}
+    facts = step_timing.facts(spec, arguments)
     for case in chosen:
         found[str(case)] = measure(case, spec, weights, arguments, bandwidths, usable)
+        compare(found, "dense")
+        run.keep(result, **facts)
         gc.collect()  # the next pool needs the memory
-    compare(found, "dense")
     print(common.table(HEADER, [cells(name, entry) for name, entry in found.items()]))
     print(f"{time.perf_counter() - start:.0f} s in all")
     if arguments.plot:
         speeds = {"tokens/s of the largest batch": [entry.get("tokens_per_s", 0.0) for entry in found.values()]}
         bars.write(arguments.plot, f"Largest batch, {model.config}, {spec.dtype}", list(found), speeds, "tokens/s")
-    run.finish(
-        {"bytes_per_s": bandwidths, "usable_bytes": usable, "cases": found}, **step_timing.facts(spec, arguments)
-    )
+    run.finish(result, **facts)
     return 0 if all("tokens_per_s" in entry for entry in found.values()) else 1
 
 

@@ -140,17 +140,28 @@ class Run:
             "load_average": {"start": load_average()},
         }
 
+    def keep(self, result: Mapping[str, Any], **more: Any) -> None:
+        """Writes what there is so far, marked "unfinished", so that a run that is stopped loses nothing."""
+        self._write({"manifest": self.manifest | more | {"unfinished": True}, "result": dict(result)})
+
     def finish(self, result: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         """Manifest (with `more`, such as dtype and shapes) and result; written if --json was given."""
         self.manifest["load_average"]["end"] = load_average()
         self.manifest.update(more)
         record = {"manifest": self.manifest, "result": dict(result)}
-        path = self._arguments.json
         print(f"load average {self.manifest['load_average']['start']} -> {self.manifest['load_average']['end']}")
-        if path is not None:
-            path.write_text(json.dumps(_rounded(record), indent=2) + "\n", "utf-8")
-            print(f"wrote {path}")
+        self._write(record)
+        if self._arguments.json is not None:
+            print(f"wrote {self._arguments.json}")
         return record
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """The whole file or none of it, wherever the process is stopped."""
+        path = self._arguments.json
+        if path is not None:
+            part = path.with_name(f"{path.name}.part")
+            part.write_text(json.dumps(_rounded(record), indent=2) + "\n", "utf-8")
+            part.replace(path)
 
 
 def device_facts() -> dict[str, Any]:

@@ -72,7 +72,7 @@ def pages_needed(method: Any, geometry: Any, batch: int, context: int, more: int
     peak = row_cost(method, geometry, context).peak_head_pages
     width = geometry.head_pages_per_sequence_page
     kept = int(method.kept_after("prompt", _lengths(context))[0])
-    rest = geometry.pages(method.peak_rows(kept, 0, more))
+    rest = geometry.pages(int(method.peak_rows(np.array([[kept]]), 0, more).max()))
     # A compaction needs fresh pages beside those of its row, one row at a time.
     spare = geometry.pages(kept) if method.evicts else 0
     return 1 + (batch - 1) * rest + max(-(-peak // width), rest) + spare + 1
@@ -220,6 +220,8 @@ def measure(group: list[Case], spec: Any, weights: Any, arguments: Any, bandwidt
 def compare(found: dict[str, dict[str, Any]], made: list[Case]) -> None:
     """Adds "over_dense" to valid cases whose valid dense one has the same batch and context."""
     for case in made:
+        if str(case) not in found:
+            continue  # not measured yet
         entry, dense = found[str(case)], found.get(str(dataclasses.replace(case, method="dense")))
         if dense is not None and dense is not entry and entry["valid"] and dense["valid"]:
             entry["over_dense"] = entry["tokens_per_s"] / dense["tokens_per_s"]
@@ -294,20 +296,22 @@ def main(argv: list[str] | None = None) -> int:
     bandwidths = step_timing.device_bandwidths(arguments.nominal)
     spec, weights = step_timing.load(arguments)
     found: dict[str, dict[str, Any]] = {}
+    result, facts = {"bytes_per_s": bandwidths, "cases": found}, step_timing.facts(spec, arguments)
     for group in groups(made):
         try:
             found |= measure(group, spec, weights, arguments, bandwidths)
         except RuntimeError as error:  # such as JAX's for memory
             found |= failed(group, error)
+        compare(found, made)
+        run.keep(result, **facts)
         gc.collect()  # the next pool needs the memory
-    compare(found, made)
     print(common.table(HEADER, [cells(name, entry) for name, entry in found.items()]))
     print(f"{time.perf_counter() - start:.0f} s in all")
     if arguments.plot:
         speeds = {"tokens/s": [entry.get("tokens_per_s", 0.0) for entry in found.values()]}
         title = f"Full batch in the engine, {MODELS[arguments.model].config}, {spec.dtype}"
         bars.write(arguments.plot, title, list(found), speeds, "tokens/s")
-    run.finish({"bytes_per_s": bandwidths, "cases": found}, **step_timing.facts(spec, arguments))
+    run.finish(result, **facts)
     return int(not all(entry["valid"] for entry in found.values()))
 
 

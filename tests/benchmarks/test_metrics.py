@@ -119,6 +119,29 @@ def test_results_are_not_overwritten(tmp_path, monkeypatch, capsys):
     common.Run("test", argparse.Namespace(json=path, force=True))
 
 
+def test_a_stopped_run_keeps_what_it_had(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    run = common.Run("test", argparse.Namespace(json=path, force=False))
+    run.keep({"cases": {"a": 1}}, dtype="float32")
+    record = json.loads(path.read_text())
+    assert record["result"] == {"cases": {"a": 1}}
+    assert (record["manifest"]["unfinished"], record["manifest"]["dtype"]) == (True, "float32")
+
+    def stopped(self, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run.keep({"cases": {"a": 1, "b": 2}})
+    assert json.loads(path.read_text()) == record
+    run.finish({"cases": {"a": 1, "b": 2}}, dtype="float32")
+    record = json.loads(path.read_text())
+    assert record["result"] == {"cases": {"a": 1, "b": 2}}
+    assert "unfinished" not in record["manifest"]
+    assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
+
+
 def test_result_needs_a_folder(tmp_path):
     with pytest.raises(SystemExit, match="not a folder"):
         common.Run("test", argparse.Namespace(json=tmp_path / "missing" / "result.json", force=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import xml.etree.ElementTree as ET
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bars, capacity, decode_step, filled_state, kernels, prefill_step, step_timing
+from benchmarks import bars, capacity, decode_step, decode_window, filled_state, kernels, prefill_step, step_timing
 from sparsejax import registry
 from sparsejax.models.load import dummy
 
@@ -284,6 +285,33 @@ def test_methods_are_compared_with_dense_of_their_context():
     assert found["snapkv 8K L=128K"]["over_dense"] == {"batch": 14.0, "tokens_per_s": 15.0}
     assert "over_dense" not in found["snapkv 8K L=32K"]
     assert "over_dense" not in found["dense L=128K"]
+
+
+@pytest.mark.parametrize(("benchmark", "stop_at"), [(capacity, "fp8_kv L=1K"), (decode_window, "fp8_kv B=2 L=1K")])
+def test_a_stopped_run_has_written_its_first_cases(benchmark, stop_at, tmp_path, monkeypatch):
+    def measure(what, *_):
+        names = [str(case) for case in (what if isinstance(what, list) else [what])]
+        if stop_at in names:
+            raise KeyboardInterrupt
+        entry = {"batch": 2, "tokens_per_s": 100.0, "valid": True}
+        return {name: dict(entry) for name in names} if isinstance(what, list) else dict(entry)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(step_timing, "device_bandwidths", lambda _: {"measured": 1e9})
+    monkeypatch.setattr(step_timing, "load", lambda _: (dummy.dummy_spec("tiny-qwen3", "float32"), {}))
+    monkeypatch.setattr(step_timing, "reserve_memory", lambda: None)
+    path = tmp_path / "found.json"
+    only = ["dense*", "snapkv 64*", "fp8_kv*"]
+    given = ["--model", "tiny", "--contexts", "131072", "--only", *only, "--json", str(path)]
+    given += ["--memory-gib", "1"] if benchmark is capacity else ["--batches", "2"]
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(given)
+    record = json.loads(path.read_text())
+    assert record["manifest"]["unfinished"] is True
+    assert record["manifest"]["model"] == "tiny-qwen3"
+    dense, snapkv = record["result"]["cases"].values()
+    assert "over_dense" in snapkv
+    assert "over_dense" not in dense
 
 
 def test_kept_budgets_above_the_context_are_left_out():
