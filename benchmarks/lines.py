@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 # Okabe and Ito's palette, which people with any common colour blindness can tell apart.
@@ -85,6 +85,7 @@ def svg(
     log_y: bool = False,
     levels: Mapping[str, float] | None = None,
     percent_x: bool = False,
+    unjoined: Collection[str] = (),
 ) -> str:
     """A line with markers and intervals per series, over one pair of axes.
 
@@ -94,6 +95,7 @@ def svg(
       log_x, log_y: logarithmic axes.
       levels: named horizontal lines, such as chance.
       percent_x: x ticks as percentages.
+      unjoined: series whose points no line joins.
 
     Raises:
       ValueError: no points, more series than can be told apart, or values that a logarithmic axis can't show.
@@ -107,12 +109,12 @@ def svg(
     y = Axis([*bounds, *levels.values()], _TOP + _HEIGHT, _TOP, log_y, zero=True)
     parts = [f'<text x="8" y="18" font-size="14" font-weight="bold">{html.escape(title)}</text>']
     for tick in x.ticks:
-        shown = f"{tick * 100:.3g}%" if percent_x else f"{tick:.3g}"
+        shown = f"{tick * 100:g}%" if percent_x else f"{tick:g}"
         parts.append(_line(x(tick), _TOP, x(tick), _TOP + _HEIGHT, "#e0e0e0"))
         parts.append(f'<text x="{x(tick):.1f}" y="{_TOP + _HEIGHT + 15}" text-anchor="middle">{shown}</text>')
     for tick in y.ticks:
         parts.append(_line(_LEFT, y(tick), _LEFT + _WIDTH, y(tick), "#e0e0e0"))
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.3g}</text>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     middle_x, middle_y = _LEFT + _WIDTH / 2, _TOP + _HEIGHT / 2
     parts.append(f'<text x="{middle_x}" y="{_TOP + _HEIGHT + 34}" text-anchor="middle">{html.escape(x_label)}</text>')
     turned = f'transform="rotate(-90 16 {middle_y})"'
@@ -125,14 +127,17 @@ def svg(
         ordered = sorted(line)
         path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in ordered)
         style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
-        parts.append(f'<polyline points="{path}" {style}/>')
+        joined = name not in unjoined
+        if joined:
+            parts.append(f'<polyline points="{path}" {style}/>')
         for point in ordered:
             if math.isfinite(point.low) and math.isfinite(point.high):
                 parts.append(_line(x(point.x), y(point.low), x(point.x), y(point.high), colour))
             parts.append(_marker(marker, x(point.x), y(point.y), colour))
         at = _TOP + 10 + 18 * i
         left = _LEFT + _WIDTH + 60
-        parts.append(_line(left, at, left + 28, at, colour, dash, 2))
+        if joined:
+            parts.append(_line(left, at, left + 28, at, colour, dash, 2))
         parts.append(_marker(marker, left + 14, at, colour))
         parts.append(f'<text x="{left + 34}" y="{at + 4}">{html.escape(name)}</text>')
     size = f'width="{_LEFT + _WIDTH + _LEGEND}" height="{_TOP + _HEIGHT + 48}"'

@@ -1,6 +1,6 @@
-"""Collects result files into docs/results.md: a section with the main numbers of each, and pictures.
+"""Collects result files into docs/results.md, a section with the main numbers of each and pictures, and README.md.
 
-python -m benchmarks.report            # writes docs/results.md and docs/images/results_*.svg
+python -m benchmarks.report            # writes docs/results.md, docs/images/results_*.svg and README.md's table
 python -m benchmarks.report --check    # writes nothing; exit code 1 if one of them is not what the files say
 """
 
@@ -13,10 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT
-from benchmarks.report_sections import PICTURES, SECTIONS, Record
+from benchmarks.report_pictures import PICTURES
+from benchmarks.report_sections import SECTIONS, Record
+from benchmarks.report_summary import MarkersError, filled, summary
 
 DOCS = ROOT / "docs"
 IMAGES = "images"
+README = "../README.md"
+"""Relative to docs/."""
 
 
 class MissingKeyError(ValueError):
@@ -32,6 +36,7 @@ def facts(manifest: Mapping[str, Any]) -> str:
     """One line: when, on what, with what."""
     shown = [manifest["date"][:10], manifest.get("device"), f"{manifest['cpu']} ({manifest['cpu_count']} cores)"]
     shown += [manifest.get("model"), manifest.get("dtype")]
+    shown += ["unfinished"] if manifest.get("unfinished") else []
     shown += [f"{package} {version}" for package, version in manifest["versions"].items()]
     return ", ".join([*(part for part in shown if part), f"commit {manifest['git_commit']}"])
 
@@ -56,11 +61,13 @@ def report(records: Mapping[str, Record]) -> dict[str, str]:
         title, section = SECTIONS[kind(stem)]
         try:
             source = f"[{stem}.json](../benchmarks/results/{stem}.json)"
-            parts += [f"## {title}", f"{source}: {facts(records[stem]['manifest'])}."]
-            if kind(stem) in PICTURES:
-                path = f"{IMAGES}/results_{stem}.svg"
-                written[path] = PICTURES[kind(stem)](records[stem])
-                parts.append(f"![{title}]({path})")
+            manifest = records[stem]["manifest"]
+            parts += [f"## {title}", f"{source}: {facts(manifest)}."]
+            parts += [f"Note: {manifest['notes']}."] if "notes" in manifest else []
+            for picture in PICTURES.get(kind(stem), ()):
+                path = f"{IMAGES}/results_{stem}{picture.suffix}.svg"
+                written[path] = picture.draw(records[stem])
+                parts.append(f"![{picture.title}]({path})")
             parts.append(section(records[stem]))
         except KeyError as error:
             raise MissingKeyError(f"{stem}.json has no {error}") from error
@@ -80,19 +87,20 @@ def drift(texts: Mapping[str, str], folder: pathlib.Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None, results: pathlib.Path = RESULTS, docs: pathlib.Path = DOCS) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report", description="collects results into docs/results.md"
+        prog="python -m benchmarks.report", description="collects results into docs/results.md and README.md"
     )
     parser.add_argument("--check", action="store_true", help="write nothing; say whether the page is current")
     parsed = parser.parse_args(arguments)
     records = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
     try:
         texts = report(records)
-    except MissingKeyError as error:
+        texts[README] = filled((docs / README).read_text("utf-8"), summary(records))
+    except (MissingKeyError, MarkersError) as error:
         parser.error(str(error))
     stale = drift(texts, docs)
     if parsed.check:
         for path in stale:
-            print(f"{path} is not what the result files say: run python -m benchmarks.report")
+            print(f"{path.removeprefix('../')} is not what the result files say: run python -m benchmarks.report")
         return 1 if stale else 0
     for path in stale:
         if path in texts:
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str] | None = None, results: pathlib.Path = RESULTS
             (docs / path).write_text(texts[path], "utf-8")
         else:
             (docs / path).unlink()
-        print(f"{'wrote' if path in texts else 'removed'} {path}")
+        print(f"{'wrote' if path in texts else 'removed'} {path.removeprefix('../')}")
     return 0
 
 

@@ -1,13 +1,12 @@
-"""What benchmarks.report shows of each kind of result file: pure functions from its record to Markdown or SVG."""
+"""What benchmarks.report says of each kind of result file: pure functions from its record to Markdown."""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-from benchmarks import bars, lines
 
 Record = Mapping[str, Any]
 
@@ -89,6 +88,7 @@ def capacity(record: Record) -> str:
         "largest batch": lambda case: str(case["batch"]),
         "one more: pages": lambda case: "{pages_needed:,} of {pages:,}".format(**case["one_more"]),
         "step, ms": measured(lambda case: _ms(case["step_s"]["median"])),
+        "spread": measured(lambda case: f"{case['step_s']['spread']:.1%}"),
         "tokens/s": measured(lambda case: f"{case['tokens_per_s']:,.0f}"),
         "over floor": measured(_over_floor),
         "batch over dense": measured(lambda case: f"{case['over_dense']['batch']:.3g}", "over_dense"),
@@ -104,6 +104,7 @@ def decode_window(record: Record) -> str:
         "tokens/s": lambda case: f"{case['tokens_per_s']:,.0f}" if case["valid"] else _invalid(case),
         "spread": lambda case: f"{case['spread']:.1%}" if case["valid"] else "-",
         "share of floor": lambda case: _share_of_floor(case) if case["valid"] else "-",
+        "tokens/s over dense": lambda case: f"{case['over_dense']:.3g}" if "over_dense" in case else "-",
     }
     return _cases("case", record["result"]["cases"].items(), columns)
 
@@ -203,7 +204,27 @@ def quality(record: Record) -> str:
             rows.append([shown, *cells, _interval(facts["top1_agreement"]), _interval(facts.get("retrieval"))])
         scored = f"{found['contexts']} contexts, {found['scored_tokens']} scored tokens"
         parts += [f"{length} tokens, {scored}; intervals are of 95%:", table(header, rows)]
-    return "\n\n".join(parts)
+        for verb, share in (("kept", "resident_share"), ("read per step", "read_share")):
+            best = [f"{name} ({found['variants'][name][share]:.0%})" for name in frontier(found["variants"], share)]
+            parts.append(f"Smallest KL for its bytes {verb}: {', '.join(best)}." if best else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def frontier(variants: Mapping[str, Record], share: str) -> list[str]:
+    """Valid sparse variants whose KL no other one with as few bytes undercuts, from few bytes to many.
+
+    Args:
+      variants: of one length of a quality record; controls and dense, whose KL is 0, are left out.
+      share: "resident_share" or "read_share".
+    """
+    compared = {name: facts for name, facts in variants.items() if not facts["control"] and "invalid" not in facts}
+    found: list[str] = []
+    least = math.inf
+    for name, facts in sorted(compared.items(), key=lambda item: (item[1][share], item[1]["kl_nats"][0])):
+        if 0 < facts["kl_nats"][0] < least:
+            found.append(name)
+            least = facts["kl_nats"][0]
+    return found
 
 
 def start_time(record: Record) -> str:
@@ -263,39 +284,4 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "sparse_decode": ("Sparse steps on a CPU", sparse_decode),
     "start_time": ("Start", start_time),
     "tpu_aot": ("TPU programs", tpu_aot),
-}
-
-
-# Pictures: from the record of a file to SVG
-
-
-def _picture_step(record: Record) -> str:
-    cases = record["result"]["cases"]
-    rates = dict.fromkeys(rate for case in cases.values() for rate in case["step_over_floor"])
-    series = {f"{rate} rate": [case["step_over_floor"][rate] for case in cases.values()] for rate in rates}
-    return bars.svg("Decode step, time over its floor", list(cases), series, "x")
-
-
-def _picture_capacity(record: Record) -> str:
-    cases = {
-        name: case for name, case in record["result"]["cases"].items() if name.endswith(" L=128K") and "step_s" in case
-    }
-    labels = [f"{name.removesuffix(' L=128K')}, {case['batch']} requests" for name, case in cases.items()]
-    rates = [case["tokens_per_s"] for case in cases.values()]
-    return bars.svg("Decoding with the largest batch at 128K", labels, {"tokens per second": rates}, "/s")
-
-
-def _picture_perplexity(record: Record) -> str:
-    series: dict[str, list[lines.Point]] = {}
-    for spec, found in record["result"]["methods"].items():
-        point = lines.Point(found["read_share"], found["loss"] * 100)
-        series.setdefault(re.sub(r"\([^)]*\)", "", spec), []).append(point)
-    labels = "bytes read per step, of dense", "perplexity over dense, %"
-    return lines.svg("What prose loses by method and budget", series, *labels, percent_x=True)
-
-
-PICTURES: dict[str, Callable[[Record], str]] = {
-    "decode_step": _picture_step,
-    "capacity": _picture_capacity,
-    "perplexity": _picture_perplexity,
 }

@@ -1,4 +1,4 @@
-"""That numbers of result files land in the right cells of docs/results.md, and that --check finds what differs."""
+"""That numbers of result files land in the right cells of docs/results.md and README.md; --check finds what differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, report_sections
+from benchmarks import report, report_pictures, report_sections, report_summary
 
 MANIFEST = {
     "benchmark": "x",
@@ -61,6 +61,38 @@ SERVER = {
 }
 
 
+WINDOW = record(
+    cases={
+        "dense B=4 L=128K": {"valid": True, "share_of_floor": {"measured": 0.9}},
+        "snapkv 8K B=4 L=128K": {"valid": True, "share_of_floor": {"measured": 0.8}, "over_dense": 3.75},
+        "snapkv 8K B=8 L=32K": {"valid": True, "share_of_floor": {"measured": 0.8}, "over_dense": 1.5},
+        "broken B=4 L=128K": {"valid": False, "invalid_because": ["no"]},
+    }
+)
+
+
+def variant(resident: float, read: float, kl: float, **more: Any) -> dict[str, Any]:
+    facts = {"resident_share": resident, "read_share": read, "kl_nats": [kl, kl, kl], "control": False}
+    return facts | {"budget_tokens": 1024, "loss": [kl, 0, 0], "top1_agreement": [0.75, 0.7, 0.8]} | more
+
+
+VARIANTS = {
+    "dense": variant(1.0, 1.0, 0.0, budget_tokens=None, retrieval=[0.9, 0.8, 1.0]),
+    "good": variant(0.5, 0.5, 0.1, retrieval=[0.625, 0.5, 0.7]),
+    "worse": variant(0.5, 0.6, 0.2, budget_tokens=512),
+    "small": variant(0.25, 0.3, 0.4),
+    "reads little": variant(1.1, 0.2, 0.3, budget_tokens=None),
+    "random": variant(0.1, 0.1, 3.0, control=True),
+    "shuffled": variant(1.0, 1.0, 4.0, control=True, budget_tokens=None),
+    "failed": {"control": False, "invalid": "no logits", "budget_tokens": 1024},
+}
+
+
+def picture(kind: str, found: dict[str, Any], suffix: str = "") -> str:
+    (drawn,) = (p.draw(found) for p in report_pictures.PICTURES[kind] if p.suffix == suffix)
+    return drawn
+
+
 def rows(text: str) -> dict[str, dict[str, str]]:
     """Cells of the first table by the first column, then by the header."""
     found = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in text.splitlines() if line.startswith("|")]
@@ -82,20 +114,22 @@ def test_decode_steps():
 def test_largest_batches():
     found = shown("capacity", CAPACITY)
     over = "1.250 measured, 1.375 nominal"
-    assert list(found["snapkv L=128K"].values()) == ["70", "1,100 of 1,000", "30", "1,234", over, "14", "12.5"]
-    assert list(found["quest L=128K"].values()) == ["0", "1,100 of 1,000", *["-"] * 5]
+    assert list(found["snapkv L=128K"].values()) == ["70", "1,100 of 1,000", "30", "1.5%", "1,234", over, "14", "12.5"]
+    assert list(found["quest L=128K"].values()) == ["0", "1,100 of 1,000", *["-"] * 6]
 
 
 def test_invalid_windows_show_why_and_no_numbers():
     valid = {"batch": 8, "context": 8192, "valid": True, "invalid_because": [], "tokens_per_s": 2000.0, "spread": 0.01}
     invalid = {"batch": 9, "context": 8192, "valid": False, "invalid_because": ["too small"]}
-    found = shown("decode_window", record(cases={"a": valid | {"share_of_floor": {"measured": 0.9}}, "b": invalid}))
+    valid |= {"share_of_floor": {"measured": 0.9}, "over_dense": 1.5}
+    found = shown("decode_window", record(cases={"a": valid, "b": invalid}))
     assert found["a"] == {
         "batch": "8",
         "context": "8192",
         "tokens/s": "2,000",
         "spread": "1.0%",
         "share of floor": "90.0% measured",
+        "tokens/s over dense": "1.5",
     }
     assert found["b"]["tokens/s"] == "invalid: too small"
     assert found["b"]["share of floor"] == "-"
@@ -150,7 +184,7 @@ def test_perplexity():
     spec = "quest(sink_keep_tokens=32,decode_keep_tokens=224,observation_window_size=32)+fp8_kv"
     found = record(dense={"perplexity": 10.0}, methods={spec: method})
     assert list(shown("perplexity", found)["quest 256 + fp8_kv"].values()) == ["12.00", "+20.0%", "25%", "12%"]
-    assert "quest+fp8_kv" in report_sections.PICTURES["perplexity"](found)
+    assert "quest+fp8_kv" in picture("perplexity", found)
 
 
 def test_quality_with_a_bound_that_is_not_finite_and_an_invalid_variant():
@@ -207,20 +241,60 @@ def test_a_missing_key_is_named_with_its_file():
 
 
 def test_the_picture_of_largest_batches_has_only_one_context():
-    picture = report_sections.PICTURES["capacity"](CAPACITY)
-    assert "snapkv, 70 requests" in picture
-    assert "99 requests" not in picture
-    assert "quest, 0 requests" not in picture
+    drawn = picture("capacity", CAPACITY)
+    assert "snapkv, 70 requests" in drawn
+    assert "99 requests" not in drawn
+    assert "quest, 0 requests" not in drawn
+
+
+def test_pictures_by_context():
+    drawn = picture("capacity", CAPACITY, "_context")
+    assert drawn.count("<polyline") == 2  # dense at two contexts, snapkv at one; quest has no step
+    assert ">dense</text>" in drawn
+    assert ">quest</text>" not in drawn
+    memory = picture("capacity", CAPACITY, "_memory")
+    assert ">70 requests</text>" in memory
+    assert ">99 requests</text>" not in memory
+
+    drawn = picture("decode_window", WINDOW, "_context")
+    assert ">snapkv 8K</text>" in drawn
+    assert ">broken</text>" not in drawn
+    assert ">90 %</text>" in picture("decode_window", WINDOW, "_floor")
+    many = {f"method{i} L=8K": step(0.01, batch=1, **ONE_MORE) for i in range(9)}
+    assert "(8 of 9 methods)" in picture("capacity", record(cases=many), "_context")
+    with pytest.raises(KeyError, match="nameless"):
+        picture("capacity", record(cases={"nameless": step(0.01, batch=1, **ONE_MORE)}), "_context")
+
+
+def test_the_frontier_has_what_nothing_else_beats_at_both():
+    assert report_sections.frontier(VARIANTS, "resident_share") == ["small", "good"]
+    assert report_sections.frontier(VARIANTS, "read_share") == ["reads little", "good"]
+    shown = record(lengths={"64": {"variants": {}}, "7000": {"variants": VARIANTS}})
+    drawn = picture("quality", shown, "_kept")
+    assert "7,000 tokens" in drawn
+    assert drawn.count("<polyline") == 1, "only the frontier is a line"
+    # "small", "good" and a legend; "worse", "reads little" and a legend. The control and dense are not there.
+    assert (drawn.count("<circle"), drawn.count("<polygon")) == (3, 3)
+
+
+def test_notes_of_a_run_are_shown():
+    manifest = MANIFEST | {"unfinished": True, "notes": "stopped by a limit"}
+    page = report.report({"decode_step_h200": DECODE | {"manifest": manifest}})["results.md"]
+    assert "unfinished, jax 1.2.3" in page
+    assert "\nNote: stopped by a limit.\n" in page
 
 
 def test_check_finds_drift_and_writes_nothing(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     results, docs = tmp_path / "results", tmp_path / "docs"
     results.mkdir()
     docs.mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Name\n\n{report_summary.START}\n{report_summary.END}\n\nThe rest.\n", "utf-8")
     source = results / "decode_step_h200.json"
     source.write_text(json.dumps(DECODE), "utf-8")
     assert report.main(["--check"], results, docs) == 1
     assert not any(docs.iterdir())
+    assert "No results yet." not in readme.read_text("utf-8"), "--check must write nothing"
     assert report.main([], results, docs) == 0
     assert report.main(["--check"], results, docs) == 0
 
@@ -238,6 +312,70 @@ def test_check_finds_drift_and_writes_nothing(tmp_path: pathlib.Path, capsys: py
     source.unlink()
     assert report.main([], results, docs) == 0
     assert not picture.exists()
+
+
+def test_the_readme_shows_savings_and_costs():
+    window = WINDOW | {"manifest": MANIFEST | {"device": "a GPU", "model": "big", "dtype": "bfloat16"}}
+    load = record(
+        loads={
+            "1": {
+                "servers": {"ours": SERVER, "llama": SERVER},
+                "ratios": {"llama / ours": {"output_tokens_per_s": ratio(1.25)}},
+            },
+            "4": {
+                "servers": {"ours": SERVER, "llama": SERVER},
+                "ratios": {"llama / ours": {"output_tokens_per_s": ratio(0.5)}},
+            },
+            "9": {"servers": {"ours": SERVER, "llama": SERVER | {"valid": False}}, "ratios": {}},
+        }
+    )
+    load["manifest"] = MANIFEST | {"servers": {"ours": {"model": "small"}, "llama": {"model": "small"}}}
+    quality = record(lengths={"64": {"variants": {}}, "7000": {"variants": VARIANTS}})
+    quality["manifest"] = MANIFEST | {"model": "small", "dtype": "float32", "device": "cpu"}
+    capacity = copy.deepcopy(CAPACITY)
+    capacity["result"]["cases"]["snapkv 8K L=128K"] = capacity["result"]["cases"].pop("snapkv L=128K")
+    records = {"decode_window_h200": window, "capacity_h200": capacity, "quality": quality, "serve_load": load}
+    text = report_summary.summary(records)
+    assert "big shape, random weights, bfloat16, one a GPU, 2026-01-02" in text
+    assert "small, float32, a processor, 2 cores, 2026-01-02" in text
+    assert "| snapkv 8K | 3.75x (4 requests) | 14.0x (70) | 12.5x |" in text
+    lines = text.splitlines()
+    assert "| dense | 100% | 100% | +0.0% | 75% | 90% |" in lines
+    assert "| good | 50% | 50% | +10.0% | 75% | 62% |" in lines
+    assert "| random (control) | 10% | 10% | +300.0% | 75% | - |" in lines
+    assert not any(name in text for name in ("worse", "shuffled", "failed", "broken"))
+    assert "over llama.cpp: 0.80x at 1, 2.00x at 4 requests at once." in text
+    assert report_summary.summary({}) == "No results yet."
+
+
+def test_a_stale_readme_is_found_and_the_rest_of_it_is_left_alone(tmp_path: pathlib.Path, capsys):
+    results, docs, readme = tmp_path / "results", tmp_path / "docs", tmp_path / "README.md"
+    results.mkdir()
+    docs.mkdir()
+    record_of = {"manifest": MANIFEST | {"model": "m", "dtype": "d"}, "result": {"lengths": {"7000": {"variants": {}}}}}
+    variants = record_of["result"]["lengths"]["7000"]["variants"]
+    variants |= {name: VARIANTS[name] | {"perplexity": 2.0} for name in ("dense", "good")}
+    record_of["result"]["lengths"]["7000"] |= {"contexts": 1, "scored_tokens": 2}
+    (results / "quality.json").write_text(json.dumps(record_of), "utf-8")
+    readme.write_text(f"Before.\n{report_summary.START}\nold\n{report_summary.END}\nAfter.\n", "utf-8")
+    assert report.main([], results, docs) == 0
+    current = readme.read_text("utf-8")
+    assert current.startswith(f"Before.\n{report_summary.START}\n")
+    assert current.endswith(f"{report_summary.END}\nAfter.\n")
+    assert "| good | 50% | 50% | +10.0% | 75% | 62% |" in current
+    assert report.main(["--check"], results, docs) == 0
+
+    readme.write_text(current.replace("| 62% |", "| 99% |"), "utf-8")
+    capsys.readouterr()
+    assert report.main(["--check"], results, docs) == 1
+    assert capsys.readouterr().out == "README.md is not what the result files say: run python -m benchmarks.report\n"
+    assert report.main([], results, docs) == 0
+    assert readme.read_text("utf-8") == current
+
+    readme.write_text(current.replace(report_summary.END, ""), "utf-8")
+    with pytest.raises(SystemExit):
+        report.main(["--check"], results, docs)
+    assert "README.md needs one" in capsys.readouterr().err
 
 
 def test_the_page_of_this_repository_is_current(capsys: pytest.CaptureFixture[str]):
