@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 
+from sparsejax.pallas_kernels.block_sparse_attention.tiles import num_tiles
 from sparsejax.pallas_kernels.choice import IMPLEMENTATIONS, UnavailableError, choose, chosen, expected
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
@@ -20,6 +21,7 @@ __all__ = [
     "add_rms_norm",
     "append",
     "attention_lse",
+    "block_sparse_attention",
     "chosen",
     "decode_attention",
     "expected",
@@ -32,6 +34,7 @@ __all__ = [
     "prefill_attention",
     "row_scores",
     "select_pages",
+    "tile_attention",
 ]
 
 
@@ -141,6 +144,87 @@ def prefill_attention(
     """
     module = choose("prefill_attention", implementation, q, pools, names, view, load_tile)
     return module.prefill_attention(q, pools, names, view, start, load_tile, layer, scale)
+
+
+def block_sparse_attention(
+    q: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    start: jax.Array,
+    blocks: jax.Array,
+    num_blocks: jax.Array,
+    *,
+    block_size: int,
+    tile_rows: int,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`prefill_attention` of which each tile of queries reads only the blocks of keys that are listed for it.
+
+    A tile is `tile_rows` packed rows of one KV head: row r is query r // group of the chunk, query head r % group.
+
+    Args:
+      q, pools, names, view, start, load_tile, layer, scale, implementation: as in `prefill_attention`.
+      blocks: int32 [batch, kv_heads, tiles, columns], ascending: block b is rows b * block_size and following. Blocks
+        that none of a tile's queries may see are not read.
+      num_blocks: int32 [batch, kv_heads, tiles]: the first `num_blocks` entries count.
+      block_size: rows of a block.
+      tile_rows: packed rows of a tile.
+
+    Returns:
+      out [batch, chunk, num_q_heads, head_dim] in q's dtype, lse float32 [batch, chunk, num_q_heads]. A query of the
+      sequence that sees no row of its blocks gives zeros and at most -1e29.
+
+    Raises:
+      ValueError: lists don't fit the queries, or as in `decode_attention`.
+    """
+    _check_tiles(q, view.num_heads, blocks.shape, tile_rows)
+    module = choose("block_sparse_attention", implementation, q, pools, names, view, load_tile, block_size, tile_rows)
+    return module.block_sparse_attention(
+        q, pools, names, view, start, blocks, num_blocks, block_size, tile_rows, load_tile, layer, scale
+    )
+
+
+def tile_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array,
+    *,
+    tile_rows: int,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of tiles of queries over keys that lie side by side, with a bias for each tile and key.
+
+    Means of blocks are such keys: a bias of log(n) makes one count as n.
+
+    Args:
+      q: [batch, chunk, num_q_heads, head_dim]; tiles as in `block_sparse_attention`.
+      k, v: [batch, num_kv_heads, keys, head_dim], finite.
+      bias: float32 [batch, num_kv_heads, tiles, keys], added to scaled logits; -inf for keys that a tile does not see.
+      tile_rows: packed rows of a tile.
+      scale: softmax scale.
+      implementation: as in `decode_attention`.
+
+    Returns:
+      As `block_sparse_attention`.
+
+    Raises:
+      ValueError: the bias doesn't fit the queries, or as in `decode_attention`.
+    """
+    _check_tiles(q, k.shape[1], bias.shape, tile_rows)
+    module = choose("tile_attention", implementation, q, k, v, tile_rows)
+    return module.tile_attention(q, k, v, bias, tile_rows, scale)
+
+
+def _check_tiles(q: jax.Array, heads: int, shape: tuple[int, ...], tile_rows: int) -> None:
+    wanted = (q.shape[0], heads, num_tiles(q.shape[1], q.shape[2] // heads, tile_rows))
+    if shape[:3] != wanted:
+        raise ValueError(f"what is given per tile has shape {shape}; [batch, kv_heads, tiles] are {list(wanted)}")
 
 
 def attention_lse(
