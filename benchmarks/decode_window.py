@@ -72,7 +72,7 @@ def pages_needed(method: Any, geometry: Any, batch: int, context: int, more: int
     peak = row_cost(method, geometry, context).peak_head_pages
     width = geometry.head_pages_per_sequence_page
     kept = int(method.kept_after("prompt", _lengths(context))[0])
-    rest = geometry.pages(int(method.peak_rows(np.array([[kept]]), 0, more).max()))
+    rest = geometry.pages(method.peak_rows(kept, 0, more))
     # A compaction needs fresh pages beside those of its row, one row at a time.
     spare = geometry.pages(kept) if method.evicts else 0
     return 1 + (batch - 1) * rest + max(-(-peak // width), rest) + spare + 1
