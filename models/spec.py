@@ -101,6 +101,7 @@ class ModelSpec:
             max_model_len=max_model_len or self.max_model_len,
             scale=self.head_dim**-0.5,
             dtype=self.dtype,
+            hidden_size=self.hidden_size,
         )
 
 

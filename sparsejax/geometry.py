@@ -27,6 +27,7 @@ class Geometry:
       max_model_len: longest logical sequence in tokens; bounds table width.
       scale: softmax scale.
       dtype: compute dtype name, "float32" or "bfloat16".
+      hidden_size: channels of the residual stream; 0 where there is no model around attention.
     """
 
     num_layers: int
@@ -37,6 +38,7 @@ class Geometry:
     max_model_len: int
     scale: float
     dtype: str = "float32"
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
