@@ -14,6 +14,9 @@ from sparsejax.method import EvictContext, Written
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import explicit_view
 
+LOWEST = -(2**31)
+"""Key of rows that are not there, below that of every score."""
+
 
 def record_queries(ring: jax.Array, written: Written, window: int) -> jax.Array:
     """Keeps the last `window` queries of each request; a query at position p lies in slot p mod window.
@@ -162,14 +165,29 @@ def choose_counted_rows(
     Returns:
       int32 [heads, kept]; the first `counts` of each head ascending, then the last row again and again.
     """
-    capacity = scores.shape[1]
+    heads, capacity = scores.shape
     index = jnp.arange(capacity, dtype=jnp.int32)
     competing = candidates(capacity, length, first, recent)[None]
-    wanted = jnp.where(competing, jnp.nan_to_num(scores, nan=-jnp.inf, posinf=jnp.inf, neginf=-jnp.inf), jnp.inf)
-    wanted = jnp.where(index[None] < length, wanted, -jnp.inf)
-    order = jnp.argsort(-wanted, axis=1, stable=True)
-    rank = jnp.zeros_like(order).at[jnp.arange(scores.shape[0])[:, None], order].set(index[None])
-    stays = (rank < counts[:, None]) & (index[None] < length)
-    place = jnp.where(stays, jnp.cumsum(stays, axis=1) - 1, kept)  # `kept` is out of bounds: dropped
-    rows = jnp.full((scores.shape[0], kept), length - 1, jnp.int32)
-    return rows.at[jnp.arange(scores.shape[0])[:, None], place].set(index[None], mode="drop")
+    keys = jnp.where(competing, _ordered_keys(scores), jnp.int32(2**31 - 1))
+    keys = jnp.where(index[None] < length, keys, LOWEST)
+
+    def step(i, threshold):
+        candidate = threshold ^ (jnp.int32(1) << (31 - i))  # the first step clears the sign bit of LOWEST
+        enough = (keys >= candidate[:, None]).sum(1, dtype=jnp.int32) >= counts
+        return jnp.where(enough, candidate, threshold)
+
+    # The key of the last row that stays, bit by bit: counts are data, and a sort would cost more.
+    threshold = jax.lax.fori_loop(0, 32, step, jnp.full(heads, LOWEST, jnp.int32))[:, None]
+    above, equal = keys > threshold, keys == threshold
+    missing = counts[:, None] - above.sum(1, keepdims=True, dtype=jnp.int32)
+    stays = above | equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= missing)
+    place = jnp.where(stays, jnp.cumsum(stays, axis=1, dtype=jnp.int32) - 1, kept)  # `kept` is out of bounds: dropped
+    rows = jnp.full((heads, kept), length - 1, jnp.int32)
+    return rows.at[jnp.arange(heads)[:, None], place].set(index[None], mode="drop")
+
+
+def _ordered_keys(scores: jax.Array) -> jax.Array:
+    """int32 in the order of the scores, all above LOWEST; NaN as -inf, -0.0 as +0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores > -jnp.inf, scores, -jnp.inf), jnp.int32)
+    bits = jnp.where(bits == LOWEST, 0, bits)
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
