@@ -67,12 +67,14 @@ def groups(found: list[Case]) -> list[list[Case]]:
 
 def pages_needed(method: Any, geometry: Any, batch: int, context: int, more: int) -> int:
     """Sequence pages for `batch` rows prefilled in turn that decode `more` tokens each, the null page included."""
+    import numpy as np
+
     from sparsejax.cost import row_cost
 
     peak = row_cost(method, geometry, context).peak_head_pages
     width = geometry.head_pages_per_sequence_page
     kept = int(method.kept_after("prompt", _lengths(context))[0])
-    rest = geometry.pages(method.peak_rows(kept, 0, more))
+    rest = geometry.pages(int(method.peak_rows(np.array([[kept]]), 0, more).max()))
     # A compaction needs fresh pages beside those of its row, one row at a time.
     spare = geometry.pages(kept) if method.evicts else 0
     return 1 + (batch - 1) * rest + max(-(-peak // width), rest) + spare + 1

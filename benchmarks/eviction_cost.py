@@ -230,7 +230,8 @@ def compaction_side(prompt: Prompt, implementation: str, mode: str) -> Sides:
     a = prompt.arguments
     spec = ModelSpec("llama", 8, a.heads * a.group * a.dim, 8, a.layers, a.heads * a.group, a.heads, a.dim, a.context)
     statics = steps.Statics(spec, prompt.geometry, prompt.with_mode(mode), prompt.storage, implementation)
-    inputs = steps.MaintainInputs(jnp.int32(1), jnp.asarray(prompt.new_pages), jnp.int32(a.context))
+    kept = jnp.full((1, 1), a.keep, jnp.int32)
+    inputs = steps.MaintainInputs(jnp.int32(1), kept, jnp.asarray(prompt.new_pages), jnp.int32(a.context))
 
     def step() -> Any:
         tables, lengths = {"sequence": jnp.asarray(prompt.table)}, {"sequence": jnp.asarray(prompt.lengths)}

@@ -134,9 +134,9 @@ def step(model: Model, kind: str, members: str, sharding: Any) -> tuple[Any, tup
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
 
     if kind == "maintain":
-        kept = method.keep_count(method.params, "prompt", model.max_model_len)
-        new_pages = ints(*geometry.table_shape(method.granularity), geometry.pages(kept))
-        inputs = steps.MaintainInputs(ints(), new_pages, ints())
+        shape = geometry.table_shape(method.granularity)
+        kept = int(method.kept_after("prompt", np.full(shape, model.max_model_len, np.int32)).max())
+        inputs = steps.MaintainInputs(ints(), ints(*shape), ints(*shape, geometry.pages(kept)), ints())
         return steps.maintain_step, (statics, state, inputs), {"phase": "prompt", "kept": kept}
     if kind == "sample":
         logits = jax.ShapeDtypeStruct((model.rows, spec.vocab_size), np.float32, sharding=sharding)

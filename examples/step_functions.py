@@ -37,7 +37,7 @@ tokens = [int(out.packed[0, 0])]
 # Both sides know from integers alone how many rows stay; which ones is the device's business.
 kept = int(method.kept_after("prompt", np.array([len(prompt)]))[0])
 new_pages = np.array([[[free.pop() for _ in range(geometry.pages(kept + NEW_TOKENS))]]], np.int32)
-plan = steps.MaintainInputs(np.int32(ROW), new_pages, np.int32(len(prompt)))
+plan = steps.MaintainInputs(np.int32(ROW), np.full((1, 1), kept, np.int32), new_pages, np.int32(len(prompt)))
 state = steps.maintain_step(statics, state, plan, phase="prompt", kept=kept)
 print(f"{len(prompt)} prompt tokens, {kept} rows stay; {pages.size} pages come back, {new_pages.size} are in use")
 

@@ -20,7 +20,7 @@ class RowCost:
 
     Attributes:
       peak_tokens: most rows of a layer and head on the way.
-      resident_tokens: rows of the fullest layer and head once the prompt was processed and evicted from.
+      resident_tokens: rows of a layer and head, on average, once the prompt was processed and evicted from.
       read_tokens: rows of a layer and head that a decode step reads, on average.
       peak_head_pages: held at the highest point, the fresh pages of its compaction included.
       resident_head_pages: held afterwards.
@@ -40,11 +40,11 @@ def row_cost(facts: MethodFacts, geometry: Geometry, tokens: int) -> RowCost:
     lengths = np.full(geometry.table_shape(facts.granularity), tokens, np.int32)
     kept = np.broadcast_to(np.asarray(facts.kept_after("prompt", lengths), np.int32), lengths.shape)
     resident = int((-(-kept // geometry.page_size)).sum()) * width
-    peak = facts.peak_rows(0, tokens, 0)
-    held = geometry.pages(peak) * lengths.size * width
+    peak = np.broadcast_to(np.asarray(facts.peak_rows(np.zeros_like(lengths), tokens, 0), np.int32), lengths.shape)
+    held = int((-(-peak // geometry.page_size)).sum()) * width
     compaction = 0 if (kept == lengths).all() else resident
-    longest = int(kept.max())
-    return RowCost(tokens, peak, longest, facts.rows_read(longest, geometry), held + compaction, resident)
+    rows = round(float(kept.mean()))
+    return RowCost(tokens, int(peak.max()), rows, facts.rows_read(rows, geometry), held + compaction, resident)
 
 
 def rows_that_fit(facts: MethodFacts, geometry: Geometry, sequence_pages: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.geometry import Geometry
-from sparsejax.method import Method, SelectContext, Written
+from sparsejax.method import HiddenContext, Method, ObserveContext, PrefillContext, SelectContext, Written
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Stream, Weights
 from sparsejax.pallas_kernels import api
@@ -48,6 +48,7 @@ class Cache(NamedTuple):
     pools: dict[str, jax.Array]
     page_aux: dict[str, jax.Array]
     row_aux: dict[str, jax.Array]
+    request_aux: dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
@@ -59,6 +60,7 @@ class Batch(NamedTuple):
       start: int32 [layers or 1, heads or 1, batch]: rows before this step.
       num_new: int32 [batch]: rows that this step appends.
       positions: int32 [batch, chunk].
+      tokens: int32 [batch, chunk].
     """
 
     rows: jax.Array
@@ -66,6 +68,7 @@ class Batch(NamedTuple):
     start: jax.Array
     num_new: jax.Array
     positions: jax.Array
+    tokens: jax.Array
 
 
 def payload_names(cache: Cache) -> tuple[str, ...]:
@@ -110,6 +113,41 @@ def append(
     return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
+def observe(
+    statics: Statics,
+    phase: str,
+    layer: jax.Array,
+    batch: Batch,
+    cache: Cache,
+    view: PageView,
+    start: jax.Array,
+    queries: jax.Array,
+) -> Cache:
+    """Lets the method look at all rows of `view` through new queries [batch, chunk, q_heads, head_dim]."""
+    method = statics.method
+    if method.observe is None:
+        return cache
+    context = ObserveContext(
+        geometry=statics.geometry,
+        phase="token" if phase == "decode" else "chunk",
+        layer=layer,
+        rows=batch.rows,
+        queries=queries,
+        num_valid=batch.num_new,
+        positions=batch.positions,
+        view=view,
+        start=start,
+        pools=cache.pools,
+        names=payload_names(cache),
+        load_tile=load_tile(statics),
+        page_aux=cache.page_aux,
+        row_aux=cache.row_aux,
+        implementation=statics.implementation,
+    )
+    page_aux, row_aux = method.observe(method.params, context)
+    return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
+
+
 def _last_tokens(num_new: jax.Array, x: jax.Array) -> jax.Array:
     """[batch, chunk, ...] -> [batch, ...]: of each row's last new token."""
     last = jnp.maximum(num_new - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
@@ -147,7 +185,27 @@ def _layer(
         q, cache = append(statics, phase, layer, batch, box["cache"], view, heads)
         box["cache"] = cache
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
+        box["cache"] = cache = observe(statics, phase, layer, batch, cache, grown, view.lengths, q)
         names = payload_names(cache)
+        if not decoding and not ends and method.attend_prefill is not None:
+            context = PrefillContext(
+                geometry=geometry,
+                role=role,
+                layer=layer,
+                queries=q,
+                view=grown,
+                start=view.lengths,
+                num_new=batch.num_new,
+                positions=batch.positions,
+                pools=cache.pools,
+                names=names,
+                load_tile=load_tile(statics),
+                page_aux=cache.page_aux,
+                carry=box["carry"],
+                implementation=statics.implementation,
+            )
+            out, box["carry"] = method.attend_prefill(method.params, context)
+            return out
         if not decoding and not ends:
             out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
             return out
@@ -173,12 +231,18 @@ def layers(
 ) -> tuple[Stream, Cache]:
     """All layers of a decode step ("decode") or a prefill chunk ("prefill"), whose result is each row's last token."""
     carry = None
-    num_layers = statics.geometry.num_layers
-    for layer, role in enumerate(statics.method.roles(num_layers)):
+    method, num_layers = statics.method, statics.geometry.num_layers
+    watched = method.hidden_layer(method.params, num_layers) if phase == "decode" and method.on_hidden else None
+    for layer, role in enumerate(method.roles(num_layers)):
         ends = phase == "prefill" and layer == num_layers - 1
         layer_weights = weights["layers"][layer]
         with jax.named_scope(f"layer_{layer}"):
             stream, cache, carry = _layer(
                 statics, role, phase, ends, jnp.int32(layer), layer_weights, stream, batch, cache, carry
             )
+        if layer == watched:
+            assert method.on_hidden is not None
+            seen = batch.rows, batch.num_new > 0, batch.tokens[:, 0], batch.positions[:, 0], stream.x + stream.delta
+            request_aux = method.on_hidden(method.params, HiddenContext(statics.geometry, *seen, cache.request_aux))
+            cache = cache._replace(request_aux=dict(request_aux))
     return stream, cache

@@ -312,10 +312,11 @@ class Lifecycle:
         pages, facts, phase = seq.pages, seq.group.facts, seq.phase_due
         assert pages is not None
         assert phase is not None
-        kept = self.memory.kept(facts, phase, pages.lengths)
+        done = seq.computed - (seq.prefill_len if phase == "token" else 0)
+        kept = self.memory.kept(facts, phase, pages.lengths) if facts.may_evict(phase, done) else None
         observed = seq.computed - seq.observed_from
         if kept is not None:
-            while self.memory.pool.free_pages(facts.granularity) < pages.columns_of(kept).sum():
+            while self.memory.pool.free_pages(facts.granularity) < pages.fresh_pages(kept):
                 self._relieve(seq, "a compaction")
                 if not seq.row:
                     return  # swapped out; `phase_due` stays and is carried out before the next step

@@ -50,22 +50,27 @@ class Memory:
             self._kept[key] = None if (kept == lengths).all() else kept
         return self._kept[key]
 
-    def _pages(self, granularity: Granularity, rows: int) -> int:
-        layers, heads = self.geometry.table_shape(granularity)
-        return self.geometry.pages(rows) * layers * heads
+    def peak(
+        self, facts: MethodFacts, lengths: np.ndarray | None, prompt_tokens: int, decode_tokens: int
+    ) -> np.ndarray:
+        """Most rows of each layer and head while tokens are appended to `lengths` (None: to nothing)."""
+        shape = self.geometry.table_shape(facts.granularity)
+        start = np.zeros(shape, np.int32) if lengths is None else lengths
+        return np.broadcast_to(np.asarray(facts.peak_rows(start, prompt_tokens, decode_tokens), np.int32), shape)
 
-    def _compaction_pages(self, facts: MethodFacts, peak: int) -> int:
+    def _pages(self, rows: np.ndarray) -> int:
+        """Pages that hold so many rows of each layer and head."""
+        return int(ceil_div(rows, self.geometry.page_size).sum())
+
+    def _compaction_pages(self, facts: MethodFacts, peak: np.ndarray) -> int:
         """Most fresh pages of one compaction of a row that never holds more than `peak` rows."""
-        lengths = np.full(self.geometry.table_shape(facts.granularity), peak, np.int32)
-        kept = (self.kept(facts, phase, lengths) for phase in _PHASES)
-        return max((int(ceil_div(k, self.geometry.page_size).sum()) for k in kept if k is not None), default=0)
+        kept = (self.kept(facts, phase, peak) for phase in _PHASES)
+        return max((self._pages(k[k < peak]) for k in kept if k is not None), default=0)
 
     def _needs(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> int:
         """Most pages the row holds, from `lengths` on, until `window` more tokens are decoded."""
         facts, pages = seq.group.facts, seq.pages
-        length = 0 if lengths is None else int(lengths.max())
-        peak = facts.peak_rows(length, max(0, seq.prefill_len - seq.computed), window)
-        needs = self._pages(facts.granularity, peak)
+        needs = self._pages(self.peak(facts, lengths, max(0, seq.prefill_len - seq.computed), window))
         if pages is not None:
             # Never less than the next step takes, even if a method understates its peak.
             needs = max(needs, pages.count + (pages.pages_for(1) if seq.prefilled else 0))
@@ -75,8 +80,8 @@ class Memory:
 
     def pages_alone(self, facts: MethodFacts, prompt_tokens: int, max_tokens: int) -> int:
         """Pages that must exist for this request to run, even alone: its peak and one compaction."""
-        peak = facts.peak_rows(0, prompt_tokens, max_tokens - 1)
-        return self._pages(facts.granularity, peak) + self._compaction_pages(facts, peak)
+        peak = self.peak(facts, None, prompt_tokens, max_tokens - 1)
+        return self._pages(peak) + self._compaction_pages(facts, peak)
 
     def most_tokens(self, facts: MethodFacts, prompt_tokens: int, limit: int) -> int:
         """The most tokens, up to `limit`, that a request could generate alone on this pool; 0 if none."""
@@ -147,7 +152,7 @@ class Memory:
         if not self.free_rows:
             return False
         group = seq.group
-        peak = group.facts.peak_rows(0, len(group.prompt), group.max_tokens - 1)
+        peak = self.peak(group.facts, None, len(group.prompt), group.max_tokens - 1)
         seq.compaction_pages = self._compaction_pages(group.facts, peak)
         if not self.reserve(seq, window, least):
             return False

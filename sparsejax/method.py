@@ -32,13 +32,18 @@ class AuxSpec:
     """An extra array that a method keeps.
 
     Attributes:
-      per: "page" for one entry per head-page ([num_head_pages, *shape]), "row" for one per layer and resident
-        request ([num_layers, num_rows + 1, *shape]).
+      per: what has an entry each.
+        "page": a head-page, [num_head_pages, *shape]. A reduction of the page's keys, which `on_write` builds and, for
+          rows that a compaction packed, builds again.
+        "token": a stored row, [num_head_pages, page_size, *shape]. Moves with its row; that of a new row holds anything
+          until a hook writes it.
+        "row": a layer of a resident request, [num_layers, num_rows + 1, *shape].
+        "request": a resident request, [num_rows + 1, *shape]; zeros when a new owner begins.
       shape: the rest of the shape.
       dtype: dtype name; None is the compute dtype.
     """
 
-    per: Literal["page", "row"]
+    per: Literal["page", "token", "row", "request"]
     shape: tuple[int, ...]
     dtype: str | None = None
 
@@ -71,6 +76,90 @@ class Written(NamedTuple):
     implementation: str | None = None
 
 
+class ObserveContext(NamedTuple):
+    """What `observe` sees: queries of one layer and all keys they may read, their own included.
+
+    Attributes:
+      phase: "chunk" or "token" for new rows, "replay" for rows that are only there to look at those before them.
+      layer: int32 scalar.
+      rows: int32 [batch] request rows.
+      queries: [batch, count, q_heads, head_dim] after RoPE.
+      num_valid: int32 [batch]: the first queries that count.
+      positions: int32 [batch, count], logical.
+      view: pages; `lengths` include the new rows.
+      start: int32 [batch, heads or 1], rows before them.
+      pools, names, load_tile: the stored rows, as the operations of `pallas_kernels.api` take them.
+      page_aux: arrays per page and per token.
+      row_aux: arrays per layer and request.
+      implementation: kernel implementation to hand to `pallas_kernels.api`.
+    """
+
+    geometry: Geometry
+    phase: Literal["chunk", "token", "replay"]
+    layer: jax.Array
+    rows: jax.Array
+    queries: jax.Array
+    num_valid: jax.Array
+    positions: jax.Array
+    view: PageView
+    start: jax.Array
+    pools: Pools
+    names: tuple[str, ...]
+    load_tile: LoadTile
+    page_aux: Aux
+    row_aux: Aux
+    implementation: str | None = None
+
+
+class HiddenContext(NamedTuple):
+    """What `on_hidden` sees of a decode step after one layer.
+
+    Attributes:
+      rows: int32 [batch] request rows.
+      live: bool [batch], False for padding.
+      tokens: int32 [batch], the tokens that were just processed.
+      positions: int32 [batch], their logical positions.
+      hidden: [batch, hidden_size], the residual stream.
+      request_aux: arrays per request.
+    """
+
+    geometry: Geometry
+    rows: jax.Array
+    live: jax.Array
+    tokens: jax.Array
+    positions: jax.Array
+    hidden: jax.Array
+    request_aux: Aux
+
+
+class PrefillContext(NamedTuple):
+    """What `attend_prefill` sees: a chunk of queries [batch, chunk, q_heads, head_dim] and all resident pages.
+
+    Attributes:
+      view: pages; `lengths` include the chunk.
+      start: int32 [batch, heads or 1]: rows before the chunk. Query i sees rows <= start + i.
+      num_new: int32 [batch]: queries that count.
+      positions: int32 [batch, chunk], logical.
+      carry: what an earlier layer handed on, or None.
+      Others as in `ObserveContext`.
+    """
+
+    geometry: Geometry
+    role: str
+    layer: jax.Array
+    queries: jax.Array
+    view: PageView
+    start: jax.Array
+    num_new: jax.Array
+    positions: jax.Array
+    pools: Pools
+    names: tuple[str, ...]
+    load_tile: LoadTile
+    page_aux: Aux
+    carry: Any
+    implementation: str | None = None
+
+
 class Selection(NamedTuple):
     """What a decode query reads: `view` with explicit pages and the number of rows to read of them.
 
@@ -99,21 +188,29 @@ class EvictContext(NamedTuple):
 
     Attributes:
       phase: what was just finished.
-      kept: number of rows to keep, static.
+      kept: number of rows to keep, static; the most that any layer or head keeps.
+      counts: int32 [heads or 1] rows to keep, data: `kept` unless layers or heads differ. What `keep_rows` says past
+        them is ignored, but must be valid.
       layer: int32 scalar.
+      row: int32 scalar, request row.
       view: the request's pages (batch 1).
-      length: int32 scalar, rows before.
+      length: int32 scalar, rows before (of the longest head).
       observed: int32 scalar, tokens processed in this phase since it began or since the last compaction.
       next_position: int32 scalar, logical position of the next token.
       pools, names, load_tile: the stored rows, as the operations of `pallas_kernels.api` take them.
-      row_aux: this request's and layer's per-row arrays.
+      page_aux: arrays per page and per token.
+      row_aux: this request's and layer's arrays.
+      request_aux: this request's arrays.
+      survey: what `survey` found in all layers, or None.
       implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
 
     geometry: Geometry
     phase: Phase
     kept: int
+    counts: jax.Array
     layer: jax.Array
+    row: jax.Array
     view: PageView
     length: jax.Array
     observed: jax.Array
@@ -121,7 +218,10 @@ class EvictContext(NamedTuple):
     pools: Pools
     names: tuple[str, ...]
     load_tile: LoadTile
+    page_aux: Aux
     row_aux: Aux
+    request_aux: Aux
+    survey: jax.Array | None = None
     implementation: str | None = None
 
 
@@ -133,12 +233,20 @@ def _one_role(params: Any, layer: int) -> str:
     return "dense"
 
 
-def _keep_all(params: Any, phase: Phase, length: int) -> int:
-    return length
+def _keep_all(params: Any, phase: Phase, lengths: np.ndarray) -> np.ndarray:
+    return lengths
 
 
-def _grow(params: Any, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-    return length + prompt_tokens + decode_tokens
+def _grow(params: Any, lengths: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+    return lengths + prompt_tokens + decode_tokens
+
+
+def _always(params: Any, phase: Phase, done_tokens: int) -> bool:
+    return True
+
+
+def _last_layer(params: Any, num_layers: int) -> int:
+    return num_layers - 1
 
 
 def _read_all(params: Any, length: int, geometry: Geometry) -> float:
@@ -168,14 +276,26 @@ class Method:
       granularity: what one page allocation covers.
       aux: specs of the extra arrays by name (names are prefixed by the method's own).
       role: which layers behave alike; layers of one role share one trace.
-      on_write: device hook, called right after rows were written: update aux. Returns the new aux arrays.
+      on_write: device hook, called right after rows were written: update aux. Returns page and row aux.
+      observe: device hook, called once new rows can be read: learn from what queries think of rows. Returns page and
+        row aux.
+      on_hidden: device hook, called in decode steps after layer `hidden_layer`. Returns request aux.
+      hidden_layer: (params, num_layers) -> layer index.
       select: device hook, which pages a decode query may read; None reads everything.
+      attend_prefill: device hook, attention of a prompt chunk: (out [batch, chunk, q_heads, head_dim], carry). None is
+        causal attention to everything. The last layer, where only each row's last token attends, is not asked.
+      survey: device hook, called for every layer before rows are chosen in any; `keep_rows` gets the sum over layers.
       keep_rows: device hook, which rows survive a compaction: int32 [1 or kv_heads, kept], ascending.
-      keep_count: host, rows that stay after a phase; equal to the length when nothing is due.
-      peak: host, most rows held while a prompt is appended and decoded.
+      keep_count: host, rows that stay after a phase, for an array of lengths over (layers, heads) of the granularity;
+        equal to the length where nothing is due. At its most for the longest row.
+      due: host, whether anything may be due after a phase of which so many tokens are done (since the prompt or the
+        decoding began); asked before `keep_count`.
+      peak: host, most rows held in each layer and head, for an array of lengths, while a prompt is appended and then
+        decoded.
       read_count: host, rows that a decode step reads, averaged over layers and heads.
       page_size: host, page size in tokens that the method insists on, or None.
       check: host, reasons why this model and page size can't be served.
+      bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
       pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
         True when nothing is ever evicted.
     """
@@ -190,13 +310,20 @@ class Method:
     aux: Callable[[Any, Geometry], dict[str, AuxSpec]] = _no_aux
     role: Callable[[Any, int], str] = _one_role
     on_write: Callable[[Any, Geometry, Aux, Aux, Written], tuple[Aux, Aux]] | None = None
+    observe: Callable[[Any, ObserveContext], tuple[Aux, Aux]] | None = None
+    on_hidden: Callable[[Any, HiddenContext], Aux] | None = None
+    hidden_layer: Callable[[Any, int], int] = _last_layer
+    attend_prefill: Callable[[Any, PrefillContext], tuple[jax.Array, Any]] | None = None
     select: Callable[[Any, SelectContext], Selection] | None = None
+    survey: Callable[[Any, EvictContext], jax.Array] | None = None
     keep_rows: Callable[[Any, EvictContext], jax.Array] | None = None
-    keep_count: Callable[[Any, Phase, int], int] = _keep_all
-    peak: Callable[[Any, int, int, int], int] = _grow
+    keep_count: Callable[[Any, Phase, np.ndarray], np.ndarray] = _keep_all
+    due: Callable[[Any, Phase, int], bool] = _always
+    peak: Callable[[Any, np.ndarray, int, int], np.ndarray] = _grow
     read_count: Callable[[Any, int, Geometry], float] = _read_all
     page_size: Callable[[Any], int | None] = lambda params: None
     check: Callable[[Any, Geometry], list[str]] = _no_checks
+    bind: Callable[[Any, Callable[[str], list[int]]], Any] | None = None
 
     @property
     def evicts(self) -> bool:
@@ -210,14 +337,17 @@ class Method:
 
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows per layer and head that stay once `phase` is over."""
-        length = np.asarray(length, np.int32)
         now: Any = phase  # one of Phase; the scheduler's side has no such type
-        counts = {int(n): self.keep_count(self.params, now, int(n)) for n in np.unique(length)}
-        return np.vectorize(counts.__getitem__, otypes=[np.int32])(length)
+        return np.asarray(self.keep_count(self.params, now, np.asarray(length, np.int32)), np.int32)
 
-    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-        """Most rows any layer or head holds while tokens are appended to `length` rows."""
-        return self.peak(self.params, length, prompt_tokens, decode_tokens)
+    def may_evict(self, phase: str, done_tokens: int) -> bool:
+        """False if nothing is due, whatever the lengths, after `done_tokens` of this prompt or decode phase."""
+        now: Any = phase
+        return self.due(self.params, now, done_tokens)
+
+    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+        """Most rows each layer and head holds while tokens are appended to `length` rows."""
+        return np.asarray(self.peak(self.params, np.asarray(length, np.int32), prompt_tokens, decode_tokens), np.int32)
 
     def rows_read(self, length: int, geometry: Geometry) -> int:
         """Rows that a decode step at `length` reads, averaged over layers and heads."""

@@ -100,15 +100,18 @@ class MockMethod:
             kept = np.minimum(kept, np.maximum(1, self.window - layers * self.layer_step))
         return kept
 
-    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
+    def may_evict(self, phase: str, done_tokens: int) -> bool:
+        return True
+
+    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
         # Between chunks of unknown size nothing is promised to go: the whole prompt may come in one.
         peak = decoded = length + prompt_tokens
         if prompt_tokens and self.prompt_budget is not None:
-            decoded = min(decoded, self.prompt_budget)
-        decoded += decode_tokens
+            decoded = np.minimum(decoded, self.prompt_budget)
+        decoded = decoded + decode_tokens
         if self.window is not None:
-            decoded = min(decoded, max(peak, self.window + self.interval))
-        return max(peak, decoded)
+            decoded = np.minimum(decoded, np.maximum(peak, self.window + self.interval))
+        return np.maximum(peak, decoded)
 
     def rows_read(self, length: int, geometry: Geometry) -> int:
         return length
@@ -349,15 +352,16 @@ class MockRunner:
         )
         row.compacted_at = len(row.history)
         self.log.append((method, plan.phase, len(row.history), lengths.tolist(), plan.kept.tolist()))
-        columns = self._pages(plan.kept)
+        due = plan.kept < lengths
+        columns = np.where(due, self._pages(plan.kept), 0)
         self._require(plan.new_pages.shape == (*columns.shape, columns.max()), "new_pages has the wrong shape")
         fresh = plan.new_pages[np.arange(plan.new_pages.shape[-1]) < columns[..., None]]
         old = row.table[np.arange(row.table.shape[-1]) < self._pages(lengths)[..., None]]
         self._require(not set(fresh.tolist()) & {0, *old.tolist()}, "compaction must write to fresh pages")
         self._require(len(set(fresh.tolist())) == len(fresh), "a fresh page is listed twice")
         self._require(int((plan.new_pages != 0).sum()) == len(fresh), "new_pages lists more pages than are needed")
-        row.table = np.zeros_like(row.table)
-        row.table[..., : plan.new_pages.shape[-1]] = plan.new_pages
+        row.table[due] = 0
+        row.table[due, : plan.new_pages.shape[-1]] = plan.new_pages[due]
         for l, layer in enumerate(row.stamps):
             for h, stamps in enumerate(layer):
                 # The contract fixes how many rows stay, not which: keep an arbitrary, ordered choice.

@@ -78,8 +78,9 @@ class MaintainRow:
       kind: name of the maintenance within the method ("evict").
       phase: "chunk", "prompt" or "token": what was just finished.
       length: rows before, per [layer][head] of the granularity (int32 array of `Geometry.table_shape`).
-      kept: rows after, same shape.
-      new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows, in order.
+      kept: rows after, same shape. Heads that keep as many as they have are left as they are.
+      new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows of the others, in order; 0
+        past the end.
       observed_tokens: tokens processed in this phase (prompt or decode) since it began or since the row's last
         compaction, whichever is later (bounds observation windows).
     """
@@ -148,8 +149,7 @@ class Ticket(Protocol):
 class MethodFacts(Protocol):
     """What the host must know of a method: integers only (see `sparsejax.method.Method`, which implements it).
 
-    All row counts may be an int (the same for all layers and heads) or an int32 array of the granularity's
-    `table_shape`.
+    Row counts are int32 arrays of the granularity's `table_shape`, or of any one shape where only a length matters.
     """
 
     @property
@@ -165,8 +165,12 @@ class MethodFacts(Protocol):
         """Rows that stay once `phase` ("chunk", "prompt" or "token") is over; equal to `length` if nothing is due."""
         ...
 
-    def peak_rows(self, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-        """Most rows any layer or head holds while `prompt_tokens` are appended to `length` rows, then decoding.
+    def may_evict(self, phase: str, done_tokens: int) -> bool:
+        """False if nothing is due after so many tokens of this prompt or this decoding, whatever the lengths."""
+        ...
+
+    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+        """Most rows each layer and head holds while `prompt_tokens` are appended to `length` rows, then decoding.
 
         With `prompt_tokens` 0 the row is decoding already, and what follows a prompt is behind it.
         """

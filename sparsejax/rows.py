@@ -57,8 +57,8 @@ class RowPages:
 
     @property
     def length(self) -> int:
-        """Rows of the longest head."""
-        return self.lengths.item() if self.lengths.size == 1 else int(self.lengths.max())
+        """Rows of a head, on average."""
+        return self.lengths.item() if self.lengths.size == 1 else round(float(self.lengths.mean()))
 
     def columns_of(self, lengths: np.ndarray) -> np.ndarray:
         """Pages that hold so many rows in each head."""
@@ -105,26 +105,35 @@ class RowPages:
         self.room = int((self.columns * self.page_size - self.lengths).min())
         return updates
 
-    def compact(self, kept: np.ndarray, submit: Callable[[np.ndarray], None]) -> int:
-        """Moves the kept rows to fresh pages: allocates, calls `submit(new table)`, then frees the old pages.
+    def fresh_pages(self, kept: np.ndarray) -> int:
+        """Pages that a compaction to these lengths takes from the pool."""
+        return int(self.columns_of(kept)[kept < self.lengths].sum())
 
-        The old pages may be reused at once: whatever is submitted later also runs later. Returns the pages that
-        this row gave up.
+    def compact(self, kept: np.ndarray, submit: Callable[[np.ndarray], None]) -> int:
+        """Moves the kept rows to fresh pages: allocates, calls `submit(new pages)`, then frees the old pages.
+
+        Heads that keep all they have keep their pages. The old pages of the others may be reused at once: whatever is
+        submitted later also runs later. Returns the pages that this row gave up.
         """
-        columns = self.columns_of(kept)
+        due = kept < self.lengths
+        columns = np.where(due, self.columns_of(kept), 0)
         ids = self._pool.alloc(self.granularity, int(columns.sum()))
-        table = np.zeros((*columns.shape, int(columns.max())), np.int32)
-        table[np.arange(table.shape[-1]) < columns[..., None]] = ids
+        fresh = np.zeros((*columns.shape, int(columns.max())), np.int32)
+        fresh[np.arange(fresh.shape[-1]) < columns[..., None]] = ids
         try:
-            submit(table)
+            submit(fresh)
         except BaseException:
             self._pool.free(self.granularity, ids)
             raise
-        old, before = self.held(), self.count
-        self.table, self.columns, self.lengths = table, columns.astype(np.int32), kept.astype(np.int32)
-        self.count = len(ids)
+        old, before = self.table[due][self._mask(self.columns)[due]], self.count
+        self.columns = np.where(due, columns, self.columns).astype(np.int32)
+        table = np.zeros((*columns.shape, int(self.columns.max())), np.int32)
+        table[~due] = self.table[..., : table.shape[-1]][~due]
+        table[due, : fresh.shape[-1]] = fresh[due]
+        self.table, self.lengths = table, np.where(due, kept, self.lengths).astype(np.int32)
+        self.count = int(self.columns.sum())
         self.room = int((self.columns * self.page_size - self.lengths).min())
-        self.shared = False
+        self.shared = self.shared and not due.all()
         self._pool.free(self.granularity, old)
         return before - self.count
 

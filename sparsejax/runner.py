@@ -250,13 +250,11 @@ class DeviceRunner:
         return self._program(program.key, lambda: program)(self.state, *args)
 
     def _compactions(self, method: Method) -> set[tuple[str, int]]:
-        """Every (phase, kept) that can occur."""
-        lengths = np.arange(1, self._limits.geometry.max_model_len + 1, dtype=np.int32)
-        found = set()
-        for phase in ("chunk", "prompt", "token"):
-            kept = method.kept_after(phase, lengths)
-            found |= {(phase, int(count)) for count in np.unique(kept[kept != lengths])}
-        return found
+        """Every (phase, kept) that can occur; layers and heads that differ share the program of the most that one keeps."""
+        geometry = self._limits.geometry
+        longest = np.full(geometry.table_shape(method.granularity), geometry.max_model_len, np.int32)
+        kept = {phase: method.kept_after(phase, longest) for phase in ("chunk", "prompt", "token")}
+        return {(phase, int(rows.max())) for phase, rows in kept.items() if (rows < longest).any()}
 
     def _describe_decode(self, name: str, bucket: int) -> Program:
         def args() -> tuple:
@@ -300,7 +298,7 @@ class DeviceRunner:
         def args() -> tuple:
             shape = self._limits.geometry.table_shape(self._methods[name].granularity)
             pages = np.zeros((*shape, self._limits.geometry.pages(kept)), np.int32)
-            inputs = steps.MaintainInputs(np.int32(0), pages, np.int32(0))  # type: ignore[arg-type]
+            inputs = steps.MaintainInputs(np.int32(0), np.zeros(shape, np.int32), pages, np.int32(0))  # type: ignore[arg-type]
             return self._statics[name], self.state, inputs
 
         label, static = f"maintain[{name} {phase} keep={kept}]", {"phase": phase, "kept": kept}
@@ -410,12 +408,21 @@ class DeviceRunner:
         return StepTicket(packed, logits, len(sampling), wants_logprobs, self._settle_exports)
 
     def maintain(self, method: str, plan: MaintainRow) -> None:
-        kept = int(plan.kept.max())
-        if (plan.kept != kept).any():
-            raise ValueError("maintain: kept rows must be the same for all layers and heads")
-        numbers: tuple[Any, ...] = (np.int32(plan.row), plan.new_pages.astype(np.int32), np.int32(plan.observed_tokens))
+        geometry, due = self._limits.geometry, plan.kept < plan.length
+        if not due.any() or (plan.kept > plan.length).any():
+            raise ValueError(f"maintain: {plan.kept.tolist()} rows of {plan.length.tolist()} can't be kept")
+        most = int(plan.kept[due].max())
+        capacity = max(most, dict(self._compactions(self._methods[method])).get(plan.phase, most))
+        pages = np.zeros((*plan.kept.shape, geometry.pages(capacity)), np.int32)
+        pages[..., : plan.new_pages.shape[2]] = plan.new_pages
+        numbers: tuple[Any, ...] = (
+            np.int32(plan.row),
+            plan.kept.astype(np.int32),
+            pages,
+            np.int32(plan.observed_tokens),
+        )
         inputs = steps.MaintainInputs(*numbers)
-        self.state = self._maintain_program(method, plan.phase, kept)(self.state, inputs)
+        self.state = self._maintain_program(method, plan.phase, capacity)(self.state, inputs)
 
     def fork(self, method: str, plan: ForkRow) -> None:
         if plan.copies:

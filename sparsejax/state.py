@@ -29,8 +29,9 @@ class KVState(struct.PyTreeNode):
 
     Attributes:
       pools: the storage's payload and "positions" (int32, of each row), [num_head_pages, page_size, ...].
-      page_aux: method arrays per head-page, [num_head_pages, ...].
+      page_aux: method arrays per head-page, [num_head_pages, ...], and per stored row, [num_head_pages, page_size, ...].
       row_aux: method arrays per layer and row, [num_layers, num_rows + 1, ...].
+      request_aux: method arrays per row, [num_rows + 1, ...].
       tables: page tables by granularity, int32 [layers, heads, num_rows + 1, max_pages].
       lengths: resident rows by granularity, int32 [layers, heads, num_rows + 1].
       positions: int32 [num_rows + 1], logical position of the next token.
@@ -43,6 +44,7 @@ class KVState(struct.PyTreeNode):
     pools: dict[str, jax.Array]
     page_aux: dict[str, jax.Array]
     row_aux: dict[str, jax.Array]
+    request_aux: dict[str, jax.Array]
     tables: dict[str, jax.Array]
     lengths: dict[str, jax.Array]
     positions: jax.Array
@@ -75,14 +77,17 @@ def state_specs(geometry: Geometry, size: StateSize, methods: tuple[Method, ...]
         for name, spec in storage.payload(storage.params, geometry).items()
     }
     pools[POSITIONS] = ArraySpec((num_head_pages, geometry.page_size), "int32", ("head_page", "row"))
-    aux: dict[str, dict[str, ArraySpec]] = {"page": {}, "row": {}}
+    entries = {
+        "page": ((num_head_pages,), ("head_page",)),
+        "token": ((num_head_pages, geometry.page_size), ("head_page", "row")),
+        "row": ((geometry.num_layers, rows), ("layer", "request")),
+        "request": ((rows,), ("request",)),
+    }
+    aux: dict[str, dict[str, ArraySpec]] = {per: {} for per in entries}
     for method in methods:
         for name, spec in method.aux_specs(geometry).items():
-            if spec.per == "page":
-                shape, axes = (num_head_pages, *spec.shape), ("head_page",)
-            else:
-                shape, axes = (geometry.num_layers, rows, *spec.shape), ("layer", "request")
-            array = ArraySpec(shape, spec.dtype or geometry.dtype, axes)
+            shape, axes = entries[spec.per]
+            array = ArraySpec((*shape, *spec.shape), spec.dtype or geometry.dtype, axes)
             if aux[spec.per].setdefault(name, array) != array:
                 raise MethodError(f"{method.name} and another served method need different {name!r} arrays")
     used = {method.granularity for method in methods}
@@ -94,8 +99,9 @@ def state_specs(geometry: Geometry, size: StateSize, methods: tuple[Method, ...]
             lengths[granularity.value] = ArraySpec(shape, "int32")
     specs: dict[str, Any] = {
         "pools": pools,
-        "page_aux": aux["page"],
+        "page_aux": aux["page"] | aux["token"],
         "row_aux": aux["row"],
+        "request_aux": aux["request"],
         "tables": tables,
         "lengths": lengths,
         "positions": ArraySpec((rows,), "int32"),

@@ -23,7 +23,7 @@ from sparsejax.method import EvictContext, Phase, Written
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import Weights
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.layout import POSITIONS
+from sparsejax.pallas_kernels.layout import POSITIONS, PageView
 from sparsejax.sampling import greedy_inputs as greedy_inputs
 from sparsejax.sampling import sample_rows
 from sparsejax.state import IN_PROMPT, KVState, layer_view
@@ -65,11 +65,13 @@ class MaintainInputs(NamedTuple):
 
     Attributes:
       row: int32 scalar.
-      new_pages: int32 [layers, heads, columns] (axes of the granularity): pages for the kept rows.
+      kept: int32 [layers, heads] (axes of the granularity): rows to keep; the length where nothing is due.
+      new_pages: int32 [layers, heads, columns]: pages for the kept rows, 0 past the end and where nothing is due.
       observed: int32 scalar, tokens processed in this phase since it began or since the last compaction.
     """
 
     row: jax.Array
+    kept: jax.Array
     new_pages: jax.Array
     observed: jax.Array
 
@@ -103,14 +105,15 @@ def _decode_logits(
     live = (rows != 0).astype(jnp.int32)
     tokens = jnp.where(forced >= 0, forced, state.last_tokens[rows])
     table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
-    batch = Batch(rows, table, start, live, state.positions[rows][:, None])
+    batch = Batch(rows, table, start, live, state.positions[rows][:, None], tokens[:, None])
     model = get_architecture(statics.spec.architecture)
-    cache = Cache(state.pools, state.page_aux, state.row_aux)
+    cache = Cache(state.pools, state.page_aux, state.row_aux, state.request_aux)
     stream, cache = layers(statics, "decode", weights, model.embed(statics.spec, weights, tokens), batch, cache)
     state = state.replace(
         pools=cache.pools,
         page_aux=cache.page_aux,
         row_aux=cache.row_aux,
+        request_aux=cache.request_aux,
         lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].add(live[None, None, :])},
         positions=state.positions.at[rows].add(live),
     )
@@ -135,6 +138,13 @@ def decode_logits(
     return _decode_logits(statics, weights, state, rows, updates)
 
 
+def _where_rows(again: jax.Array, array: jax.Array, rows: jax.Array) -> jax.Array:
+    """An array per request, with zeros for the rows of a batch that have a new owner (`again` is 0)."""
+    mine = array[rows]
+    stays = (again != 0).reshape((-1,) + (1,) * (mine.ndim - 1))
+    return array.at[rows].set(jnp.where(stays, mine, jnp.zeros((), mine.dtype)))
+
+
 def _prefill_logits(
     statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
 ) -> tuple[KVState, jax.Array]:
@@ -146,9 +156,10 @@ def _prefill_logits(
     start = state.lengths[name][:, :, rows] * again[None, None, :]
     position = state.positions[rows] * again
     step = jnp.arange(chunk, dtype=jnp.int32)
-    batch = Batch(rows, state.tables[name][:, :, rows], start, num_new, position[:, None] + step[None, :])
+    batch = Batch(rows, state.tables[name][:, :, rows], start, num_new, position[:, None] + step[None, :], tokens)
     model = get_architecture(statics.spec.architecture)
-    cache = Cache(state.pools, state.page_aux, state.row_aux)
+    kept = {name: _where_rows(again, array, rows) for name, array in state.request_aux.items()}
+    cache = Cache(state.pools, state.page_aux, state.row_aux, kept)
     stream, cache = layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
     seen = jnp.where(step[None, :] < num_new[:, None], rows[:, None], 0)
     counts = state.counts.at[rows].multiply(again[:, None])
@@ -157,6 +168,7 @@ def _prefill_logits(
         pools=cache.pools,
         page_aux=cache.page_aux,
         row_aux=cache.row_aux,
+        request_aux=cache.request_aux,
         lengths={**state.lengths, name: state.lengths[name].at[:, :, rows].set(start + num_new[None, None, :])},
         positions=state.positions.at[rows].set(position + num_new),
         counts=counts,
@@ -261,56 +273,83 @@ def prefill_chunk(
 
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))
 def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, phase: Phase, kept: int) -> KVState:
-    """Evicts one request down to `kept` rows per layer and head and packs them into fresh pages.
+    """Evicts rows of one request and packs those that stay into fresh pages.
 
     The method says which rows stay; their payload is copied as stored, aux is rebuilt, table and lengths are replaced.
-    The old pages are free once this has been submitted.
+    Where layers or heads keep different numbers, those with nothing due keep their pages. The old pages of the others
+    are free once this has been submitted.
 
     Args:
       statics: what the program is compiled for; the method must evict.
       state: donated.
-      inputs: row, fresh pages, observed tokens.
+      inputs: row, rows to keep, fresh pages, observed tokens.
       phase: what was just finished.
-      kept: rows to keep, fewer than the request holds.
+      kept: the most rows that any layer or head keeps of those where something is due.
     """
     geometry, method = statics.geometry, statics.method
-    keep_rows = method.keep_rows
-    assert keep_rows is not None
     name = method.granularity.value
     row = inputs.row
     table, lengths = state.tables[name][:, :, row][:, :, None], state.lengths[name][:, :, row][:, :, None]
     num_columns = inputs.new_pages.shape[2]
+    kept_lengths = inputs.kept[:, :, None]
+    due = kept_lengths < lengths
     new_table = jnp.zeros_like(table).at[:, :, 0, :num_columns].set(inputs.new_pages)
-    kept_lengths = jnp.full_like(lengths, kept)
     index = jnp.arange(kept, dtype=jnp.int32)
     columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, None, :]
 
-    def body(layer, cache: Cache) -> Cache:
-        old = layer_view(geometry, method.granularity, table, lengths, layer)
-        new = layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
-        context = EvictContext(
+    def context_of(layer, cache: Cache, old: PageView, new: PageView, survey: jax.Array | None) -> EvictContext:
+        return EvictContext(
             geometry=geometry,
             phase=phase,
             kept=kept,
+            counts=jnp.minimum(new.lengths[0], kept),
             layer=layer,
+            row=row,
             view=old,
-            length=old.lengths[0, 0],
+            length=old.lengths[0].max(),
             observed=inputs.observed,
             next_position=state.positions[row],
             pools=cache.pools,
             names=payload_names(cache),
             load_tile=load_tile(statics),
+            page_aux=cache.page_aux,
             row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
+            request_aux={aux_name: array[row] for aux_name, array in cache.request_aux.items()},
+            survey=survey,
             implementation=statics.implementation,
         )
-        keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
-        pools = api.move_rows(cache.pools, keep, old, new, implementation=statics.implementation)
-        cache = cache._replace(pools=pools)
+
+    def views(layer) -> tuple[PageView, PageView]:
+        old = layer_view(geometry, method.granularity, table, lengths, layer)
+        return old, layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
+
+    cache = Cache(state.pools, state.page_aux, state.row_aux, state.request_aux)
+    survey = None
+    if method.survey is not None:
+        first = method.survey(method.params, context_of(jnp.int32(0), cache, *views(jnp.int32(0)), None))
+
+        def add(layer, total):
+            assert method.survey is not None
+            return total + method.survey(method.params, context_of(layer, cache, *views(layer), None))
+
+        survey = jax.lax.fori_loop(1, geometry.num_layers, add, first)
+    keep_rows = method.keep_rows
+    assert keep_rows is not None
+    moving = _per_token(statics)
+
+    def body(layer, cache: Cache) -> Cache:
+        old, new = views(layer)
+        keep = keep_rows(method.params, context_of(layer, cache, old, new, survey))[None]  # [1, heads or 1, kept]
+        rows = {**cache.pools, **{aux_name: cache.page_aux[aux_name] for aux_name in moving}}
+        rows = api.move_rows(rows, keep, old, new, implementation=statics.implementation)
+        page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
+        cache = cache._replace(pools=rows, page_aux=page_aux)
         if method.on_write is None:
             return cache
         # Read where they went, not where they came from: then nothing needs the pools as they were.
         target = new.pages_at(columns)  # [1, kv_heads, kept]
-        rows = {pool: array[target, offsets] for pool, array in pools.items()}
+        target = jnp.where(index[None, None] < new.lengths[:, :, None], target, 0)
+        rows = {pool: array[target, offsets] for pool, array in cache.pools.items()}
         positions = rows.pop(POSITIONS)
         keys, _ = load_tile(statics)(rows, layer)
         written = Written(
@@ -322,20 +361,27 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             positions=positions[:, 0],
             head_pages=target.swapaxes(1, 2),
             offsets=offsets.swapaxes(1, 2),
-            num_valid=jnp.full((1,), kept, jnp.int32),
+            num_valid=new.lengths.max(1),
             implementation=statics.implementation,
         )
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
         return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
-    cache = jax.lax.fori_loop(0, geometry.num_layers, body, Cache(state.pools, state.page_aux, state.row_aux))
+    cache = jax.lax.fori_loop(0, geometry.num_layers, body, cache)
+    now = jnp.where(due[..., None], new_table, table)[:, :, 0]
     return state.replace(
         pools=cache.pools,
         page_aux=cache.page_aux,
         row_aux=cache.row_aux,
-        tables={**state.tables, name: state.tables[name].at[:, :, row].set(new_table[:, :, 0])},
-        lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(kept)},
+        tables={**state.tables, name: state.tables[name].at[:, :, row].set(now)},
+        lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(inputs.kept)},
     )
+
+
+def _per_token(statics: Statics) -> list[str]:
+    """Names of the method's arrays that have an entry for each stored row."""
+    specs = statics.method.aux_specs(statics.geometry)
+    return [name for name, spec in specs.items() if spec.per == "token"]
 
 
 def table_updates(row: int, pages: np.ndarray, first_column: int = 0, width: int | None = None) -> np.ndarray:

@@ -45,6 +45,7 @@ def fork_row(state: KVState, source: jax.Array, target: jax.Array, updates: jax.
     lengths = state.lengths[granularity]
     return state.replace(
         row_aux={name: array.at[:, target].set(array[:, source]) for name, array in state.row_aux.items()},
+        request_aux={name: array.at[target].set(array[source]) for name, array in state.request_aux.items()},
         tables={**state.tables, granularity: table},
         lengths={**state.lengths, granularity: lengths.at[:, :, target].set(lengths[:, :, source])},
         positions=state.positions.at[target].set(state.positions[source]),
@@ -69,6 +70,7 @@ class RowState(NamedTuple):
     """What belongs to a row beside its pages. Lengths are [layers, heads] of the granularity."""
 
     row_aux: dict[str, jax.Array]
+    request_aux: dict[str, jax.Array]
     lengths: jax.Array
     position: jax.Array
     last_token: jax.Array
@@ -116,6 +118,7 @@ def export_row_state(state: KVState, row: jax.Array, *, granularity: str) -> Row
     """Everything of a row but its pages."""
     return RowState(
         {name: array[:, row] for name, array in state.row_aux.items()},
+        {name: array[row] for name, array in state.request_aux.items()},
         state.lengths[granularity][:, :, row],
         state.positions[row],
         state.last_tokens[row],
@@ -133,6 +136,7 @@ def import_row_state(
     """Restores a row; `table` int32 [layers, heads, max_pages] is its whole new table."""
     return state.replace(
         row_aux={name: array.at[:, row].set(exported.row_aux[name]) for name, array in state.row_aux.items()},
+        request_aux={name: array.at[row].set(exported.request_aux[name]) for name, array in state.request_aux.items()},
         tables={**state.tables, granularity: state.tables[granularity].at[:, :, row].set(table)},
         lengths={**state.lengths, granularity: state.lengths[granularity].at[:, :, row].set(exported.lengths)},
         positions=state.positions.at[row].set(exported.position),

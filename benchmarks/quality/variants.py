@@ -79,12 +79,9 @@ class Lot:
 def random_eviction(budget: int) -> Method:
     """Keeps rows by lot, other ones in every layer, sinks and recent ones as likely as others."""
 
-    def due(params: Lot, phase: str, length: int) -> bool:
+    def keep_count(params: Lot, phase: Any, lengths: np.ndarray) -> np.ndarray:
         limit = {"prompt": params.budget + 1, "token": params.budget + params.interval}.get(phase)
-        return limit is not None and length >= limit
-
-    def keep_count(params: Lot, phase: Any, length: int) -> int:
-        return params.budget if due(params, phase, length) else length
+        return lengths if limit is None else np.where(lengths >= limit, params.budget, lengths)
 
     def keep_rows(params: Lot, context: EvictContext) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), context.layer), context.next_position)

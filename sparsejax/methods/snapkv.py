@@ -10,6 +10,7 @@ import dataclasses
 import logging
 
 import jax
+import numpy as np
 
 from sparsejax import eviction
 from sparsejax.errors import MethodError
@@ -77,23 +78,20 @@ def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, wr
     return page_aux, {**row_aux, QUERIES: ring}
 
 
-def keep_count(params: Params, phase: Phase, length: int) -> int:
+def keep_count(params: Params, phase: Phase, lengths: np.ndarray) -> np.ndarray:
     if phase == "prompt":
-        due = length > params.budget
-    elif phase == "token" and params.snapkv_decode_eviction:
-        due = length >= params.budget + params.decode_eviction_interval
-    else:
-        due = False
-    return params.budget if due else length
+        return np.minimum(lengths, params.budget)
+    if phase == "token" and params.snapkv_decode_eviction:
+        return np.where(lengths >= params.budget + params.decode_eviction_interval, params.budget, lengths)
+    return lengths
 
 
-def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-    prompt = length + prompt_tokens
-    start = keep_count(params, "prompt", prompt) if prompt_tokens else length
-    decoded = start + decode_tokens
+def peak(params: Params, lengths: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+    prompt = lengths + prompt_tokens
+    decoded = (keep_count(params, "prompt", prompt) if prompt_tokens else lengths) + decode_tokens
     if params.snapkv_decode_eviction:
-        decoded = min(decoded, params.budget + params.decode_eviction_interval)
-    return max(prompt, decoded)
+        decoded = np.minimum(decoded, params.budget + params.decode_eviction_interval)
+    return np.maximum(prompt, decoded)
 
 
 def score_rows(params: Params, context: EvictContext) -> jax.Array:

@@ -11,6 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax.errors import MethodError
 from sparsejax.method import EvictContext, Method, Phase, integer_param, knob
@@ -40,16 +41,19 @@ class Params:
         return int(self.streamingllm_decode_trigger_ratio * self.budget)
 
 
-def keep_count(params: Params, phase: Phase, length: int) -> int:
-    due = phase == "prompt" or (phase == "token" and length >= params.trigger)
-    return params.budget if due and length > params.budget else length
+def keep_count(params: Params, phase: Phase, lengths: np.ndarray) -> np.ndarray:
+    if phase == "prompt":
+        return np.minimum(lengths, params.budget)
+    if phase == "token":
+        return np.where(lengths >= params.trigger, np.minimum(lengths, params.budget), lengths)
+    return lengths
 
 
-def peak(params: Params, length: int, prompt_tokens: int, decode_tokens: int) -> int:
-    prompt = length + prompt_tokens
-    start = keep_count(params, "prompt", prompt) if prompt_tokens else length
+def peak(params: Params, lengths: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+    prompt = lengths + prompt_tokens
+    start = keep_count(params, "prompt", prompt) if prompt_tokens else lengths
     # A step appends before it compacts, so the row reaches the trigger (or one past the budget if they coincide).
-    return max(prompt, min(start + decode_tokens, max(params.trigger, params.budget + 1)))
+    return np.maximum(prompt, np.minimum(start + decode_tokens, max(params.trigger, params.budget + 1)))
 
 
 def keep_rows(params: Params, context: EvictContext) -> jax.Array:

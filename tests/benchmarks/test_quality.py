@@ -237,7 +237,7 @@ def test_variants_share_a_prefill_where_they_can(tiny):
         [specs[6]],
     ]
     between = dataclasses.replace(
-        variants.random_eviction(32), keep_count=lambda params, phase, length: min(length, 32)
+        variants.random_eviction(32), keep_count=lambda params, phase, lengths: np.minimum(lengths, 32)
     )
     odd = dataclasses.replace(variants.parse("dense"), method=between)
     alone = pools_of(tiny, [variants.parse("dense"), odd])[1]

@@ -127,7 +127,8 @@ def budget(method: Method) -> int:
 
     def untouched(length: int) -> bool:
         phases = ("chunk", "prompt", "token")
-        kept = all(int(method.kept_after(phase, np.array([length]))[0]) == length for phase in phases)
+        shape = geometry.table_shape(method.granularity)
+        kept = all((method.kept_after(phase, np.full(shape, length)) == length).all() for phase in phases)
         return kept and method.rows_read(length, geometry) == length
 
     return next(length - 1 for length in range(1, 26) if length == 25 or not untouched(length))

@@ -27,9 +27,12 @@ RETENTION = st.fixed_dictionaries(
 TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4)
 
 
-def kept(method, phase: str, length: int) -> int:
-    found = int(method.kept_after(phase, np.array([[length]]))[0, 0])
-    assert 0 < found <= length
+def kept(method, phase: str, lengths: np.ndarray, done: int) -> np.ndarray:
+    if not method.may_evict(phase, done):
+        return lengths
+    found = method.kept_after(phase, lengths)
+    assert found.shape == lengths.shape
+    assert ((found > 0) & (found <= lengths)).all()
     return found
 
 
@@ -42,23 +45,23 @@ def build(name: str, knobs: dict):
 @settings(max_examples=100)
 def test_rows_never_pass_the_promised_peak(name, knobs, turns, cut):
     method = build(name, knobs)
-    length = 0
+    length = np.zeros(Session().geometry.table_shape(method.granularity), np.int32)
     for prompt, decode in turns:
         promise = method.peak_rows(length, prompt, decode)
-        assert promise <= length + prompt + decode
-        most = 0
+        assert (promise <= length + prompt + decode).all()
+        most = length
         for begin in range(0, prompt, cut):
-            length += min(cut, prompt - begin)
-            most = max(most, length)
-            length = kept(method, "prompt" if begin + cut >= prompt else "chunk", length)
+            length = length + min(cut, prompt - begin)
+            most = np.maximum(most, length)
+            length = kept(method, "prompt" if begin + cut >= prompt else "chunk", length, min(begin + cut, prompt))
         for done in range(decode):
             rest = method.peak_rows(length, 0, decode - done)
-            assert rest <= promise
-            length += 1
-            assert length <= rest  # a promise made in the middle of decoding holds too
-            most = max(most, length)
-            length = kept(method, "token", length)
-        assert most <= promise
+            assert (rest <= promise).all()
+            length = length + 1
+            assert (length <= rest).all()  # a promise made in the middle of decoding holds too
+            most = np.maximum(most, length)
+            length = kept(method, "token", length, done + 1)
+        assert (most <= promise).all()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -68,11 +71,17 @@ def test_arrays_of_lengths_are_treated_one_by_one(name, knobs):
     method, geometry = build(name, knobs), Session().geometry
     lengths = np.arange(1, 61, dtype=np.int32).reshape(3, 20)
     for phase in ("chunk", "prompt", "token"):
-        found = method.kept_after(phase, lengths)
-        assert found.dtype == np.int32
-        assert found.tolist() == [[kept(method, phase, n) for n in row] for row in lengths.tolist()]
-        np.testing.assert_array_equal(method.kept_after(phase, found), found)  # nothing is due right after
-        assert method.evicts or (found == lengths).all()
+        shape = geometry.table_shape(method.granularity)
+        for length in range(1, 61):
+            found = method.kept_after(phase, np.full(shape, length))
+            assert found.dtype == np.int32
+            np.testing.assert_array_equal(method.kept_after(phase, found), found)  # nothing is due right after
+            assert method.evicts or (found == length).all()
+        for rows in (lengths, lengths[::-1]):  # one layer's or head's length does not matter to another
+            uneven = np.resize(rows, shape)
+            found = method.kept_after(phase, uneven)
+            for at in np.ndindex(shape):
+                assert found[at] == method.kept_after(phase, np.full(shape, uneven[at]))[at]
     for length in range(1, 61):
         assert 0 < method.rows_read(length, geometry) <= length
 
@@ -99,15 +108,15 @@ def test_the_device_follows_the_host(name, operations):
         elif kind == "prompt" and (record is None or record.length + count <= room):
             if record:
                 record.most = 0
-            promise = method.peak_rows(record.length if record else 0, count, 0)
+            promise = method.peak_rows(record.lengths if record else np.zeros(session.shape), count, 0)
             session.prefill({row: tokens_of(count, count)}, pieces=[piece] * 20, first=record is None)
-            assert session.rows[row].most <= promise
+            assert (session.rows[row].most <= promise).all()
         elif kind == "decode" and record and record.length + count <= room:
             record.most = 0
-            promise = method.peak_rows(record.length, 0, count)
+            promise = method.peak_rows(record.lengths, 0, count)
             for token in tokens_of(row, count):
                 session.decode([row], [token])
-            assert record.most <= promise
+            assert (record.most <= promise).all()
         session.check()
     session.release()
     session.check()

@@ -73,17 +73,24 @@ class Row:
 
     Attributes:
       pages: [layers][heads] lists of page ids.
-      length: resident rows.
+      lengths: int32 [layers, heads], resident rows.
       seen: logical tokens.
       since: tokens of this phase since it began or since the last compaction.
-      most: most rows it has held.
+      done: tokens of this phase since it began.
+      most: most rows it has held, [layers, heads].
     """
 
     pages: list[list[list[int]]]
-    length: int = 0
+    lengths: np.ndarray
     seen: int = 0
     since: int = 0
-    most: int = 0
+    done: int = 0
+    most: Any = 0
+
+    @property
+    def length(self) -> int:
+        """Rows of the longest head."""
+        return int(self.lengths.max())
 
 
 class Session:
@@ -159,11 +166,12 @@ class Session:
     def _grow(self, row: int, tokens: int) -> list[tuple[int, int, int, int, int]]:
         """Appends pages for `tokens` more; returns the table updates."""
         record, updates = self.rows[row], []
-        record.length, record.seen, record.since = record.length + tokens, record.seen + tokens, record.since + tokens
-        record.most = max(record.most, record.length)
+        record.lengths = record.lengths + tokens
+        record.seen, record.since, record.done = record.seen + tokens, record.since + tokens, record.done + tokens
+        record.most = np.maximum(record.most, record.lengths)
         for layer, heads in enumerate(record.pages):
             for head, pages in enumerate(heads):
-                while len(pages) < self.geometry.pages(record.length):
+                while len(pages) < self.geometry.pages(int(record.lengths[layer, head])):
                     pages.append(self.free.pop())
                     updates.append((layer, head, row, len(pages) - 1, pages[-1]))
         return updates
@@ -173,8 +181,16 @@ class Session:
         array[: len(updates)] = np.reshape(updates, (-1, 5))
         return array
 
-    def _free(self, pages: Iterable) -> None:
-        self.free[:0] = np.ravel(list(pages)).tolist()
+    def _free(self, pages: Iterable[list[list[int]]]) -> None:
+        self.free[:0] = [page for heads in pages for ids in heads for page in ids]
+
+    def _table(self, pages: list[list[list[int]]], columns: int) -> np.ndarray:
+        """int32 [layers, heads, columns], 0 past the end."""
+        table = np.zeros((*self.shape, columns), np.int32)
+        for layer, heads in enumerate(pages):
+            for head, ids in enumerate(heads):
+                table[layer, head, : len(ids)] = ids
+        return table
 
     def release(self, *rows: int) -> None:
         """Gives the rows' pages back. The device is not told."""
@@ -192,19 +208,21 @@ class Session:
         return np.asarray(pages, np.int32)
 
     def all_head_pages(self, row: int) -> np.ndarray:
-        """Head-page ids of a row in all layers and heads, in order of the columns."""
+        """Head-page ids of a row in all layers and heads."""
         geometry = self.geometry
         pages = [
             self.head_pages(row, layer, head)
             for layer in range(geometry.num_layers)
             for head in range(geometry.num_kv_heads)
         ]
-        return np.stack(pages, axis=1).reshape(-1)
+        return np.concatenate(pages)
 
     def stored(self, name: str, row: int, layer: int = 0, head: int = 0) -> np.ndarray:
         """The resident rows of a pool array."""
         pages = np.asarray(self.state.pools[name])[self.head_pages(row, layer, head)]
-        return pages.reshape(-1, *pages.shape[2:])[: self.rows[row].length]
+        lengths = self.rows[row].lengths
+        length = lengths[layer if self.shape[0] > 1 else 0, head if self.shape[1] > 1 else 0]
+        return pages.reshape(-1, *pages.shape[2:])[:length]
 
     def positions(self, row: int, layer: int = 0, head: int = 0) -> np.ndarray:
         """Logical positions of the rows that a head keeps."""
@@ -216,11 +234,13 @@ class Session:
         table = np.asarray(self.state.tables[self.grain.value])
         owned = list(self.free)
         for row, record in self.rows.items():
-            assert (lengths[:, :, row] == record.length).all(), (row, lengths[:, :, row], record.length)
+            assert (lengths[:, :, row] == record.lengths).all(), (row, lengths[:, :, row], record.lengths)
             assert int(self.state.positions[row]) == record.seen
-            columns = self.geometry.pages(record.length)
-            np.testing.assert_array_equal(table[:, :, row, :columns], record.pages)
-            owned += np.ravel(record.pages).tolist()
+            for layer, heads in enumerate(record.pages):
+                for head, ids in enumerate(heads):
+                    assert len(ids) == self.geometry.pages(int(record.lengths[layer, head]))
+                    assert table[layer, head, row, : len(ids)].tolist() == ids
+                    owned += ids
         assert len(owned) == len(self.all_pages)
         assert set(owned) == self.all_pages
         assert not lengths[:, :, 0].any()
@@ -229,15 +249,26 @@ class Session:
     # Steps
 
     def _maintain(self, row: int, phase: str) -> None:
-        record = self.rows[row]
-        kept = int(self.method.kept_after(phase, np.array([record.length]))[0])  # type: ignore[arg-type]
-        if kept == record.length:
+        record, geometry = self.rows[row], self.geometry
+        if not self.method.may_evict(phase, record.done):
             return
-        new = self._take(self.geometry.pages(kept))
-        inputs = steps.MaintainInputs(np.int32(row), np.asarray(new, np.int32), np.int32(record.since))  # type: ignore[arg-type]
-        self.state = run(steps.maintain_step, self.statics, self.state, inputs, phase=phase, kept=kept)
-        self._free(record.pages)
-        record.pages, record.length, record.since = new, kept, 0
+        kept = self.method.kept_after(phase, record.lengths)
+        due = kept < record.lengths
+        if not due.any():
+            return
+        new, old = copy.deepcopy(record.pages), [[[] for _ in heads] for heads in record.pages]
+        fresh: list[list[list[int]]] = copy.deepcopy(old)
+        for layer, head in np.argwhere(due):
+            old[layer][head] = record.pages[layer][head]
+            fresh[layer][head] = [self.free.pop() for _ in range(geometry.pages(int(kept[layer, head])))]
+            new[layer][head] = fresh[layer][head]
+        longest = np.full_like(kept, geometry.max_model_len)
+        most = int(self.method.kept_after(phase, longest).max())
+        table = self._table(fresh, geometry.pages(most))
+        inputs = steps.MaintainInputs(np.int32(row), kept, table, np.int32(record.since))  # type: ignore[arg-type]
+        self.state = run(steps.maintain_step, self.statics, self.state, inputs, phase=phase, kept=most)
+        self._free(old)
+        record.pages, record.lengths, record.since = new, kept, 0
 
     def prefill(
         self,
@@ -258,8 +289,8 @@ class Session:
         todo = {row: list(prompts[row]) for row in order or prompts}
         for row in prompts:
             if first:
-                self.rows[row] = Row(self._take(0))
-            self.rows[row].since = 0
+                self.rows[row] = Row(self._take(0), np.zeros(self.shape, np.int32))
+            self.rows[row].since = self.rows[row].done = 0
         opening, sizes, logits = set(prompts) if first else set(), iter(pieces), {}
         while any(todo.values()):
             size = next(sizes, self.chunk)
@@ -284,7 +315,7 @@ class Session:
                     continue
                 logits[row] = np.asarray(out.logits[i])
                 self._maintain(row, "prompt")
-                self.rows[row].since = 0
+                self.rows[row].since = self.rows[row].done = 0
         return logits
 
     def decode(self, rows: Sequence[int], tokens: Sequence[int] | None = None, *, padding: int = 0) -> np.ndarray:
@@ -317,13 +348,13 @@ class Session:
     def fork(self, source: int, target: int) -> None:
         """Makes `target` a copy of `source` on pages of its own."""
         record = self.rows[source]
-        pages = self._take(self.geometry.pages(record.length))
-        self.rows[target] = Row(pages, record.length, record.seen, record.since)
+        pages = [[[self.free.pop() for _ in ids] for ids in heads] for heads in record.pages]
+        self.rows[target] = dataclasses.replace(record, pages=pages)
         updates = [
-            (layer, head, target, column, pages[layer][head][column])
-            for layer in range(self.shape[0])
-            for head in range(self.shape[1])
-            for column in range(len(pages[0][0]))
+            (layer, head, target, column, page)
+            for layer, heads in enumerate(pages)
+            for head, ids in enumerate(heads)
+            for column, page in enumerate(ids)
         ]
         packed = self._pack(updates, self.geometry.max_pages * int(np.prod(self.shape)))
         args = (self.state, np.int32(source), np.int32(target), packed)
@@ -347,11 +378,10 @@ class Session:
     def swap_in(self, row: int, swapped: tuple[Row, Any, Any]) -> None:
         """Brings a row back under any id, on fresh pages."""
         record, row_state, exported = swapped
-        pages = self._take(self.geometry.pages(record.length))
+        pages = [[[self.free.pop() for _ in ids] for ids in heads] for heads in record.pages]
         self.rows[row] = dataclasses.replace(record, pages=pages)
         ids = self._padded(self.all_head_pages(row))
         self.state = run(transfers.import_rows, self.state, ids, exported)
-        table = np.zeros((*self.shape, self.geometry.max_pages), np.int32)
-        table[:, :, : len(pages[0][0])] = pages
+        table = self._table(pages, self.geometry.max_pages)
         args = (self.state, np.int32(row), row_state, table)
         self.state = run(transfers.import_row_state, *args, granularity=self.grain.value)

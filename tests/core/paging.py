@@ -113,15 +113,18 @@ def _encode(storage: Storage, geometry: Geometry, layer, k, v):
 
 
 def evict_context(
-    method: Method, rows: Paged, *, phase: str = "prompt", row_aux=None, observed: int = 0
+    method: Method, rows: Paged, *, phase: str = "prompt", row_aux=None, page_aux=None, observed: int = 0
 ) -> EvictContext:
     """What `keep_rows` sees of the one sequence in `rows`, whose positions are 0, 1, ..."""
     length = rows.view.lengths[0, 0]
+    kept = int(method.kept_after(phase, np.full((1, 1), length))[0, 0])
     return EvictContext(
         geometry=rows.geometry,
         phase=phase,  # type: ignore[arg-type]
-        kept=method.keep_count(method.params, phase, int(length)),  # type: ignore[arg-type]
+        kept=kept,
+        counts=jnp.full(rows.view.table.shape[1], kept, jnp.int32),
         layer=rows.layer,
+        row=jnp.int32(0),
         view=rows.view,
         length=length,
         observed=jnp.int32(observed),
@@ -129,5 +132,7 @@ def evict_context(
         pools=rows.pools,
         names=rows.names,
         load_tile=rows.load_tile,
+        page_aux=page_aux or {},
         row_aux=row_aux or {},
+        request_aux={},
     )

@@ -51,7 +51,7 @@ def compiled(composition: str) -> tuple[dict, steps.KVState]:
         "setup_row": transfers.setup_row.lower(state, row, *bias),
     }
     if session.method.evicts:
-        inputs = steps.MaintainInputs(row, pages, row)  # type: ignore[arg-type]
+        inputs = steps.MaintainInputs(row, np.zeros(session.shape, np.int32), pages, row)  # type: ignore[arg-type]
         lowered["maintain_step"] = steps.maintain_step.lower(statics, state, inputs, phase="prompt", kept=13)
     return {name: program.compile() for name, program in lowered.items()}, state
 

@@ -295,6 +295,7 @@ def test_plans_that_do_not_fit_are_refused(runner):
     updates = np.zeros((2, 4), np.int32)
     with pytest.raises(ValueError, match="table updates"):
         runner.decode(NAME, [DecodeRow(1, SamplingRow(), updates)])
-    uneven = np.asarray([[5, 6]], np.int32)
-    with pytest.raises(ValueError, match="the same for all"):
-        runner.maintain(NAME, MaintainRow(1, "evict", "prompt", uneven + 4, uneven, np.zeros((1, 2, 2), np.int32), 3))
+    length = np.asarray([[5]], np.int32)
+    for kept in (length, length + 1):
+        with pytest.raises(ValueError, match="can't be kept"):
+            runner.maintain(NAME, MaintainRow(1, "evict", "prompt", length, kept, np.zeros((1, 1, 2), np.int32), 3))
