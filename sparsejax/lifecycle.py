@@ -307,12 +307,21 @@ class Lifecycle:
                     choice.leader = None
                     self._guard(choice, lambda target: self._fork(seq, target))
 
+    def _squeeze(self) -> bool:
+        """Evicts from every decoding row what its method can spare before it is due. Returns whether pages came back."""
+        before = self.num_evicted_pages
+        for seq in [seq for seq in self.running if seq.state is State.DECODE and not seq.phase_due]:
+            if seq.row and self.memory.kept(seq.group.facts, "pressure", _lengths(seq)) is not None:
+                seq.phase_due = "pressure"
+                self._guard(seq, self._maintain)
+        return self.num_evicted_pages > before
+
     def _maintain(self, seq: Sequence) -> None:
         """Evicts if the method says so. Pages return to the pool at once."""
         pages, facts, phase = seq.pages, seq.group.facts, seq.phase_due
         assert pages is not None
         assert phase is not None
-        done = seq.computed - (seq.prefill_len if phase == "token" else 0)
+        done = seq.computed - (seq.prefill_len if phase in ("token", "pressure") else 0)
         kept = self.memory.kept(facts, phase, pages.lengths) if facts.may_evict(phase, done) else None
         observed = seq.computed - seq.observed_from
         if kept is not None:
@@ -349,6 +358,11 @@ class Lifecycle:
             log.exception("request %s failed while it was scheduled", seq.group.request_id)
             self._finish(seq, "error", error=error)
         return None
+
+
+def _lengths(seq: Sequence) -> np.ndarray:
+    assert seq.pages is not None
+    return seq.pages.lengths
 
 
 def age(seq: Sequence) -> tuple[float, str, int]:

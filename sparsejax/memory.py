@@ -19,7 +19,7 @@ from sparsejax.geometry import Granularity
 from sparsejax.plans import MethodFacts, RunnerLimits
 from sparsejax.rows import RowPages, Sequence, ceil_div
 
-_PHASES = ("chunk", "prompt", "token")
+_PHASES = ("chunk", "prompt", "token", "pressure")
 _MAX_REMEMBERED = 100_000
 
 

@@ -21,8 +21,11 @@ from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
 
-Phase = Literal["chunk", "prompt", "token"]
-"""What was just finished: a prompt chunk that is not the last, the whole prompt, or one decoded token."""
+Phase = Literal["chunk", "prompt", "token", "pressure"]
+"""What was just finished: a prompt chunk that is not the last, the whole prompt, or one decoded token.
+
+"pressure" follows a decoded token when the pool has run out: whoever can give rows back before they are due says so.
+"""
 
 Aux = Mapping[str, jax.Array]
 
@@ -257,6 +260,10 @@ def _no_checks(params: Any, geometry: Geometry) -> list[str]:
     return []
 
 
+def _no_refusals(params: Any, others: tuple[Method, ...]) -> list[str]:
+    return []
+
+
 @dataclasses.dataclass(frozen=True)
 class NoParams:
     """A method without knobs."""
@@ -278,7 +285,8 @@ class Method:
       role: which layers behave alike; layers of one role share one trace.
       on_write: device hook, called right after rows were written: update aux. Returns page and row aux.
       observe: device hook, called once new rows can be read: learn from what queries think of rows. Returns page and
-        row aux.
+        row aux. Composed members that keep the same arrays have the same function here and in `on_write`: it runs once,
+        with the params of the retention member.
       on_hidden: device hook, called in decode steps after layer `hidden_layer`. Returns request aux.
       hidden_layer: (params, num_layers) -> layer index.
       select: device hook, which pages a decode query may read; None reads everything.
@@ -295,6 +303,8 @@ class Method:
       read_count: host, rows that a decode step reads, averaged over layers and heads.
       page_size: host, page size in tokens that the method insists on, or None.
       check: host, reasons why this model and page size can't be served.
+      refuses: host, reasons why it can't be composed with these other members, from what they declare.
+      chunk_dependent: results depend on how a prompt is cut into chunks.
       bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
       pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
         True when nothing is ever evicted.
@@ -323,6 +333,8 @@ class Method:
     read_count: Callable[[Any, int, Geometry], float] = _read_all
     page_size: Callable[[Any], int | None] = lambda params: None
     check: Callable[[Any, Geometry], list[str]] = _no_checks
+    refuses: Callable[[Any, tuple[Method, ...]], list[str]] = _no_refusals
+    chunk_dependent: bool = False
     bind: Callable[[Any, Callable[[str], list[int]]], Any] | None = None
 
     @property

@@ -76,6 +76,7 @@ class MockMethod:
       window: rows kept by evictions after chunks and tokens, or None.
       interval: rows above `window` at which such an eviction is due.
       layer_step: each further layer keeps so many rows fewer (at least one).
+      yields: rows go back to `window` before they are due if the pool runs out.
       final_chunk: fewest tokens of the last prompt chunk.
     """
 
@@ -85,6 +86,7 @@ class MockMethod:
     window: int | None = None
     interval: int = 4
     layer_step: int = 0
+    yields: bool = False
     final_chunk: int = 1
 
     @property
@@ -96,7 +98,9 @@ class MockMethod:
         layers = np.arange(kept.shape[0], dtype=np.int32)[:, None]
         if phase == "prompt" and self.prompt_budget is not None:
             kept = np.minimum(kept, np.maximum(1, self.prompt_budget - layers * self.layer_step))
-        elif phase != "prompt" and self.window is not None and int(kept.max()) >= self.window + self.interval:
+        elif phase == "prompt" or self.window is None or (phase == "pressure" and not self.yields):
+            return kept
+        elif int(kept.max()) >= self.window + (0 if phase == "pressure" else self.interval):
             kept = np.minimum(kept, np.maximum(1, self.window - layers * self.layer_step))
         return kept
 
@@ -340,7 +344,7 @@ class MockRunner:
             bool((lengths == plan.length).all()),
             f"row {plan.row} has {lengths.tolist()} rows, not {plan.length.tolist()}",
         )
-        since = max(row.compacted_at, row.prompt_end if plan.phase == "token" else 0)
+        since = max(row.compacted_at, row.prompt_end if plan.phase in ("token", "pressure") else 0)
         self._require(
             plan.observed_tokens == len(row.history) - since, "observed_tokens is not what this phase has processed"
         )

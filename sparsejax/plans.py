@@ -76,7 +76,7 @@ class MaintainRow:
 
     Attributes:
       kind: name of the maintenance within the method ("evict").
-      phase: "chunk", "prompt" or "token": what was just finished.
+      phase: "chunk", "prompt" or "token": what was just finished; "pressure" after a token when pages ran out.
       length: rows before, per [layer][head] of the granularity (int32 array of `Geometry.table_shape`).
       kept: rows after, same shape. Heads that keep as many as they have are left as they are.
       new_pages: int32 [layers, heads, columns] of fresh pages that will hold the kept rows of the others, in order; 0
@@ -162,7 +162,7 @@ class MethodFacts(Protocol):
         ...
 
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
-        """Rows that stay once `phase` ("chunk", "prompt" or "token") is over; equal to `length` if nothing is due."""
+        """Rows that stay once `phase` (see `MaintainRow`) is over; equal to `length` if nothing is due."""
         ...
 
     def may_evict(self, phase: str, done_tokens: int) -> bool:

@@ -43,6 +43,10 @@ sum and need a kernel more: a step of 64 rows took 10.3 instead of 9.9 ms on an 
 instead of 6.5. What lies between was not measured."""
 
 
+PHASES = ("chunk", "prompt", "token", "pressure")
+"""After which rows may be evicted (`method.Phase`)."""
+
+
 class LateCompileError(RuntimeError):
     """A program was compiled while serving although `fail_on_retrace` forbids it."""
 
@@ -253,7 +257,7 @@ class DeviceRunner:
         """Every (phase, kept) that can occur; layers and heads that differ share the program of the most that one keeps."""
         geometry = self._limits.geometry
         longest = np.full(geometry.table_shape(method.granularity), geometry.max_model_len, np.int32)
-        kept = {phase: method.kept_after(phase, longest) for phase in ("chunk", "prompt", "token")}
+        kept = {phase: method.kept_after(phase, longest) for phase in PHASES}
         return {(phase, int(rows.max())) for phase, rows in kept.items() if (rows < longest).any()}
 
     def _describe_decode(self, name: str, bucket: int) -> Program:

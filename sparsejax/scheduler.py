@@ -80,7 +80,7 @@ class Scheduler(Lifecycle):
     def _renew_windows(self) -> None:
         """Promises every decoding row its next tokens, oldest first.
 
-        Under pressure promises shrink to the next step before anybody loses a place.
+        Under pressure promises shrink to the next step, then rows are evicted early, before anybody loses a place.
         """
         window, tight = self._window(), False
         for seq in sorted(self.running, key=age):
@@ -88,7 +88,8 @@ class Scheduler(Lifecycle):
                 if self.memory.reserve(seq, window, 1):
                     break
                 if tight:
-                    self._relieve(seq, "the next token")
+                    if not self._squeeze():
+                        self._relieve(seq, "the next token")
                 else:
                     self.memory.tighten()
                     window, tight = self.limits.geometry.page_size, True

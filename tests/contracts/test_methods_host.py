@@ -70,7 +70,7 @@ def test_rows_never_pass_the_promised_peak(name, knobs, turns, cut):
 def test_arrays_of_lengths_are_treated_one_by_one(name, knobs):
     method, geometry = build(name, knobs), Session().geometry
     lengths = np.arange(1, 61, dtype=np.int32).reshape(3, 20)
-    for phase in ("chunk", "prompt", "token"):
+    for phase in ("chunk", "prompt", "token", "pressure"):
         shape = geometry.table_shape(method.granularity)
         for length in range(1, 61):
             found = method.kept_after(phase, np.full(shape, length))

@@ -630,6 +630,20 @@ def test_52_a_program_not_collected_holds_up_nobody_else() -> None:
     bench.check_done(a, b)
 
 
+@pytest.mark.parametrize("yields", [False, True])
+def test_rows_that_can_shrink_do_so_before_anybody_is_preempted(yields: bool) -> None:
+    method = MockMethod("window", window=16, interval=32, yields=yields)
+    bench = Bench(SMALL_WINDOWS, methods=(method,), num_sequence_pages=29, num_rows=4)
+    ids = [bench.submit(20, 60) for _ in range(4)]
+    bench.run()
+    bench.check_done(*ids)
+    early = [entry for entry in bench.runner.log if entry[1] == "pressure"]
+    assert bool(early) == yields
+    assert (bench.scheduler.num_preemptions == 0) == yields
+    for _, _, _, lengths, kept in early:
+        assert 16 == kept[0][0] < lengths[0][0] < 48
+
+
 def test_53_54_preemption_and_newcomers_beside_work_in_flight() -> None:
     bench = Bench(EngineSettings(max_inflight_steps=3), step_s=1.0)
     a, b = bench.submit(10, 40), bench.submit(10, 40)
