@@ -308,7 +308,7 @@ class Lifecycle:
                     self._guard(choice, lambda target: self._fork(seq, target))
 
     def _squeeze(self) -> bool:
-        """Evicts from every decoding row what its method can spare before it is due. Returns whether pages came back."""
+        """Evicts what the methods of decoding rows can spare before it is due. Returns whether pages came back."""
         before = self.num_evicted_pages
         for seq in [seq for seq in self.running if seq.state is State.DECODE and not seq.phase_due]:
             if seq.row and self.memory.kept(seq.group.facts, "pressure", _lengths(seq)) is not None:

@@ -254,7 +254,7 @@ class DeviceRunner:
         return self._program(program.key, lambda: program)(self.state, *args)
 
     def _compactions(self, method: Method) -> set[tuple[str, int]]:
-        """Every (phase, kept) that can occur; layers and heads that differ share the program of the most that one keeps."""
+        """Every (phase, kept) that can occur; `kept` is the most that a layer or head keeps."""
         geometry = self._limits.geometry
         longest = np.full(geometry.table_shape(method.granularity), geometry.max_model_len, np.int32)
         kept = {phase: method.kept_after(phase, longest) for phase in PHASES}

@@ -29,7 +29,7 @@ class KVState(struct.PyTreeNode):
 
     Attributes:
       pools: the storage's payload and "positions" (int32, of each row), [num_head_pages, page_size, ...].
-      page_aux: method arrays per head-page, [num_head_pages, ...], and per stored row, [num_head_pages, page_size, ...].
+      page_aux: method arrays per head-page, [num_head_pages, ...], or per stored row, [num_head_pages, page_size, ...].
       row_aux: method arrays per layer and row, [num_layers, num_rows + 1, ...].
       request_aux: method arrays per row, [num_rows + 1, ...].
       tables: page tables by granularity, int32 [layers, heads, num_rows + 1, max_pages].
