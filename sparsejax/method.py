@@ -394,3 +394,12 @@ def choice_param(name: str, value: object, choices: tuple[object, ...]) -> None:
 def knob(default: Any, help: str, unit: str = "") -> Any:
     """A dataclass field with the texts that flags and docs show."""
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit})
+
+
+def split_rows(rows: int) -> dict[str, int]:
+    """So many rows, as the three knobs that many methods have: an eighth of sinks and a quarter of recent ones.
+
+    No more of both than the defaults.
+    """
+    sink, recent = min(64, rows // 8), min(512, rows // 4)
+    return {"sink_keep_tokens": sink, "decode_keep_tokens": rows - sink - recent, "recent_keep_tokens": recent}

@@ -1,7 +1,8 @@
 """Finds methods and storages by looking into their folders, and turns "a+b+c" into one method and one storage.
 
 A file in `methods/` or `storages/` exports `PARAMS` (a frozen dataclass type) and `build(params)`; optionally
-`ALIASES`. Flags, the docs table and tests are derived from what is found here.
+`ALIASES`, `NOTES`, `sized` and `SAMPLES` (see `Entry`). Flags, docs, benchmarks and tests are derived from what is
+found here.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class Entry:
       build: params -> Method or Storage.
       aliases: other names.
       summary, paper: texts of the default instance.
+      notes: what its page in docs/methods.md says, by heading; line breaks mean nothing.
+      sized: rows -> params with which a request holds about so many rows in each layer, on average, or reads so many
+        where nothing is evicted; all that is no size stays at its default. None where rows are not what one chooses.
+      samples: params that are worth measuring where there is no `sized`.
     """
 
     name: str
@@ -47,6 +52,9 @@ class Entry:
     aliases: tuple[str, ...]
     summary: str
     paper: str
+    notes: Mapping[str, str]
+    sized: Callable[[int], Any] | None
+    samples: tuple[Any, ...]
 
 
 @functools.cache
@@ -67,6 +75,9 @@ def available() -> dict[str, Entry]:
                 aliases=tuple(getattr(module, "ALIASES", ())),
                 summary=default.summary,
                 paper=default.paper,
+                notes=getattr(module, "NOTES", {}),
+                sized=getattr(module, "sized", None),
+                samples=tuple(getattr(module, "SAMPLES", (module.PARAMS(),))),
             )
     return entries
 
@@ -178,6 +189,42 @@ def resolve(
         methods.append(_build_default(DEFAULT_METHOD))
     chosen = storages[0] if storages else _build_default(DEFAULT_STORAGE)
     return combine.compose(tuple(methods)), chosen
+
+
+def sized(composition: str, rows: int) -> str:
+    """A composition whose requests hold about `rows` rows in each layer, or read so many if nothing is evicted.
+
+    Where one member evicts and another selects, the latter reads half of what is held. Knobs that the composition gives
+    stay as given.
+
+    Raises:
+      MethodError: unknown members, no member that has a size, or one that can't be so small.
+    """
+    members = [(_entry(name), own) for name, own in _split(composition)]
+    evicting = any(entry.sized and entry.axis == "retention" for entry, _ in members)
+    parts = []
+    for entry, own in members:
+        params = entry.params_type() if entry.sized is None else entry.sized(_share(entry, rows, evicting))
+        parts.append(spec_of(entry, dataclasses.replace(params, **own) if own else params))
+    if all(entry.sized is None for entry, _ in members):
+        raise MethodError(f"{composition!r} has no size to choose")
+    return "+".join(parts)
+
+
+def _share(entry: Entry, rows: int, evicting: bool) -> int:
+    return rows // 2 if evicting and entry.axis == "selection" else rows
+
+
+def spec_of(entry: Entry, params: Any) -> str:
+    """What one writes for a member with these params: its name, and the knobs that differ from their defaults."""
+    texts = {True: "true", False: "false", None: "none"}
+    knobs = []
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if value != field.default:
+            text = texts[value] if value is None or isinstance(value, bool) else value
+            knobs.append(f"{field.name}={text}")
+    return f"{entry.name}({','.join(knobs)})" if knobs else entry.name
 
 
 def refuse_unused(params: Mapping[str, Any], used: set[str], spec: str) -> None:

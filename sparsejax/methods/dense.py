@@ -8,3 +8,9 @@ def build(params: NoParams) -> Method:
 
 
 PARAMS = NoParams
+NOTES = {
+    "Keeps": "Everything.",
+    "Acts": "Never.",
+    "Costs": "n rows per layer, all of them read in every step.",
+    "Use it": "As long as memory and time allow.",
+}

@@ -10,7 +10,18 @@ import dataclasses
 
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
-from sparsejax.method import Aux, AuxSpec, Method, SelectContext, Selection, Written, choice_param, integer_param, knob
+from sparsejax.method import (
+    Aux,
+    AuxSpec,
+    Method,
+    SelectContext,
+    Selection,
+    Written,
+    choice_param,
+    integer_param,
+    knob,
+    split_rows,
+)
 from sparsejax.pallas_kernels import api
 
 MIN, MAX = "quest_min", "quest_max"
@@ -128,4 +139,17 @@ def build(params: Params) -> Method:
     )
 
 
+def sized(rows: int) -> Params:
+    return Params(**split_rows(rows))
+
+
 PARAMS = Params
+NOTES = {
+    "Keeps": "Everything. A decoded token reads, per KV head, the pages whose keys could match its query best, up to "
+    "S + K + R = `sink_keep_tokens` + `decode_keep_tokens` + `recent_keep_tokens` rows, and always the current page. The "
+    "first `quest_skip_layers` layers read all.",
+    "Acts": "In every decode step. Prompts are computed densely.",
+    "Costs": "All rows, and two bounds per page: 1 / page size more memory than dense attention. A step reads the bounds "
+    "and the rows of the budget.",
+    "Use it": "When memory suffices and time does not: nothing is ever lost, so any later turn can ask for anything.",
+}

@@ -25,6 +25,7 @@ from sparsejax.method import (
     choice_param,
     integer_param,
     knob,
+    split_rows,
 )
 
 QUERIES = "snapkv_queries"
@@ -142,4 +143,29 @@ def build(params: Params) -> Method:
     )
 
 
+def sized(rows: int) -> Params:
+    split = split_rows(rows)
+    return Params(**split, observation_window_size=max(1, min(32, split["recent_keep_tokens"])))
+
+
 PARAMS = Params
+NOTES = {
+    "Keeps": """
+        The first S = `sink_keep_tokens` rows, the last R = `recent_keep_tokens`, and of those between them the K =
+        `decode_keep_tokens` that the last W = `observation_window_size` queries of the prompt vote for. Layers choose
+        for themselves; heads share a choice unless `head_mode=per_kv_head`.
+    """,
+    "Acts": """
+        Once, after the last chunk of a prompt that has left more than S + K + R rows. The window's queries are carried
+        across chunks, so the choice does not depend on how the prompt was cut. With `snapkv_decode_eviction` again
+        whenever `decode_eviction_interval` more rows have been decoded.
+    """,
+    "Costs": """
+        S + K + R rows per layer and all decoded ones (at most the interval with decode eviction), and W queries per
+        layer. The votes are one pass of W queries over the keys: 2 x q_heads x W x n x head_dim operations per layer.
+    """,
+    "Use it": """
+        When the prompt's end says what is asked of it: question answering over documents, tools, code. What a later
+        turn asks for may be gone.
+    """,
+}

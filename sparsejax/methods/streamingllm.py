@@ -76,5 +76,26 @@ def build(params: Params) -> Method:
     )
 
 
+def sized(rows: int) -> Params:
+    sink = min(64, rows // 8)
+    return Params(sink, rows - sink, streamingllm_decode_trigger_ratio=1.125)
+
+
 PARAMS = Params
+NOTES = {
+    "Keeps": """
+        The first S = `sink_keep_tokens` rows and the last R = `recent_keep_tokens`, the same in every layer and head.
+        What lies between is dropped unseen.
+    """,
+    "Acts": """
+        After a prompt that leaves more than S + R rows; while decoding, whenever the row has grown to
+        `streamingllm_decode_trigger_ratio` times as many. Keys keep their original positions, so the text can't grow
+        past the model's window.
+    """,
+    "Costs": "Between S + R rows per layer and the ratio times as many; nothing is scored.",
+    "Use it": """
+        For fluent text whose beginning and present matter: chat, summaries of what was just said. It can't find what
+        was told in the middle.
+    """,
+}
 ALIASES = ("attention-sink", "attention_sink")

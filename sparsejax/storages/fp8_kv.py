@@ -222,3 +222,9 @@ def build(params: Params) -> Storage:
 
 PARAMS = Params
 ALIASES = ("fp8", "fp8_e4m3")
+NOTES = {
+    "Keeps": "Keys and values as 8-bit floats, with one float32 scale per row, layer and KV head each ('dynamic'), or "
+    "with calibrated ones.",
+    "Costs": "2 x head_dim bytes per row, layer and KV head, and 8 for its scales.",
+    "Use it": "When a quarter (float32) or half (bfloat16) of the memory must do. It goes with every method.",
+}

@@ -35,3 +35,8 @@ def build(params: NoParams) -> Storage:
 
 PARAMS = NoParams
 ALIASES = ("auto",)
+NOTES = {
+    "Keeps": "Keys and values as computed.",
+    "Costs": "2 x head_dim numbers of the compute dtype per row, layer and KV head.",
+    "Use it": "As long as memory allows.",
+}
