@@ -19,6 +19,7 @@ from sparsejax.pallas_kernels.add_rms_norm import xla as _norm_xla
 from sparsejax.pallas_kernels.append import mosaic_tpu as _append_tpu
 from sparsejax.pallas_kernels.append import triton_gpu as _append_triton
 from sparsejax.pallas_kernels.append import xla as _append_xla
+from sparsejax.pallas_kernels.block_sparse_attention import mosaic_gpu as _blocks_mosaic_gpu
 from sparsejax.pallas_kernels.block_sparse_attention import xla as _blocks_xla
 from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
@@ -45,6 +46,7 @@ from sparsejax.pallas_kernels.row_scores import xla as _rows_xla
 from sparsejax.pallas_kernels.select_pages import mosaic_tpu as _select_tpu
 from sparsejax.pallas_kernels.select_pages import triton_gpu as _select_triton
 from sparsejax.pallas_kernels.select_pages import xla as _select_xla
+from sparsejax.pallas_kernels.tile_attention import mosaic_gpu as _tiles_mosaic_gpu
 from sparsejax.pallas_kernels.tile_attention import xla as _tiles_xla
 
 log = logging.getLogger("sparsejax.kernels")
@@ -54,8 +56,8 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "append": {"triton": _append_triton, "mosaic_tpu": _append_tpu, "xla": _append_xla},
     "decode_attention": {"triton": _decode_triton, "mosaic_tpu": _decode_tpu, "xla": _decode_xla},
     "prefill_attention": {"mosaic_gpu": _prefill_mosaic_gpu, "mosaic_tpu": _prefill_tpu, "xla": _prefill_xla},
-    "block_sparse_attention": {"xla": _blocks_xla},
-    "tile_attention": {"xla": _tiles_xla},
+    "block_sparse_attention": {"mosaic_gpu": _blocks_mosaic_gpu, "xla": _blocks_xla},
+    "tile_attention": {"mosaic_gpu": _tiles_mosaic_gpu, "xla": _tiles_xla},
     "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "logit_threshold": {"triton": _threshold_triton, "mosaic_tpu": _threshold_tpu, "xla": _threshold_xla},

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,50 +30,58 @@ TILE = (8, 64)  # rows and 16-bit channels of the core matrices that a swizzle o
 NEG = -1e30
 LOG2_E = math.log2(math.e)
 SHARER = "sharer"
+BLOCK = {
+    "grid_names": ("block",),
+    "num_threads": COMPUTE_WARPGROUPS + 1,
+    "thread_name": "warpgroup",
+    "compiler_params": plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+}
+"""How every kernel with these warpgroups is launched."""
 
 
 def build(problem: Problem):
     """The kernel: (q, k, v, table, offset, lengths, start) -> out and lse [batch, q_heads, chunk]."""
     p = problem
     dtype = jnp.dtype(p.dtype)
-    transforms = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(128))
     q_heads = p.heads * p.group
-    ring = plgpu.SMEM((p.config.stages, p.config.block_rows, p.dim), dtype, transforms=transforms)
-    queries = plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_QUERIES, p.dim), dtype, transforms=transforms)
-    full, free = (_barriers(arrivals, p.config.stages) for arrivals in (p.copies, COMPUTE_WARPGROUPS))
-    cluster = {}
-    if p.sharers > 1:  # a copy lands in all blocks of a cluster, so all of them must have freed its place
-        cluster = {"cluster": (p.sharers,), "cluster_names": (SHARER,)}
-        free = plgpu.ClusterBarrier(
-            collective_axes=(SHARER,), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=p.config.stages
-        )
+    cluster = {"cluster": (p.sharers,), "cluster_names": (SHARER,)} if p.sharers > 1 else {}
     return plgpu.kernel(
         functools.partial(_body, p),
         out_type=[
             jax.ShapeDtypeStruct((p.batch, p.chunk, q_heads, p.dim), dtype),
             jax.ShapeDtypeStruct((p.batch, q_heads, p.chunk), jnp.float32),
         ],
-        scratch_types={
-            "q_smem": queries,
-            "k_smem": ring,
-            "v_smem": ring,
-            "lse_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_QUERIES), jnp.float32),
-            "q_full": _barriers(1, COMPUTE_WARPGROUPS),
-            "k_full": full,
-            "v_full": full,
-            "k_free": free,
-            "v_free": free,
-            "last_full": plgpu.Barrier(num_arrivals=p.copies),
-            "turn": _barriers(1, COMPUTE_WARPGROUPS),
-        },
+        scratch_types=scratch_types(p),
         grid=(p.batch * p.heads * p.query_blocks * p.head_blocks // p.sharers,),
-        grid_names=("block",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         kernel_name="prefill_attention",
+        **BLOCK,
         **cluster,
     )
+
+
+def scratch_types(p: Problem) -> dict[str, Any]:
+    """What a block has in shared memory."""
+    dtype = jnp.dtype(p.dtype)
+    transforms = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(128))
+    ring = plgpu.SMEM((p.config.stages, p.config.block_rows, p.dim), dtype, transforms=transforms)
+    full, free = (_barriers(arrivals, p.config.stages) for arrivals in (p.copies, COMPUTE_WARPGROUPS))
+    if p.sharers > 1:  # a copy lands in all blocks of a cluster, so all of them must have freed its place
+        free = plgpu.ClusterBarrier(
+            collective_axes=(SHARER,), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=p.config.stages
+        )
+    return {
+        "q_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_QUERIES, p.dim), dtype, transforms=transforms),
+        "k_smem": ring,
+        "v_smem": ring,
+        "lse_smem": plgpu.SMEM((COMPUTE_WARPGROUPS, WARPGROUP_QUERIES), jnp.float32),
+        "q_full": _barriers(1, COMPUTE_WARPGROUPS),
+        "k_full": full,
+        "v_full": full,
+        "k_free": free,
+        "v_free": free,
+        "last_full": plgpu.Barrier(num_arrivals=p.copies),
+        "turn": _barriers(1, COMPUTE_WARPGROUPS),
+    }
 
 
 def _barriers(arrivals: int, number: int) -> plgpu.Barrier:
@@ -114,6 +124,9 @@ def _body(p: Problem, q, k, v, table, offset, lengths, start, out, lse, **scratc
     steps = jnp.where(first < length, lax.div(needed + (p.config.block_rows - 1), jnp.int32(p.config.block_rows)), 0)
     warpgroup = lax.axis_index("warpgroup")
 
+    def row_of(step):
+        return step * p.config.block_rows
+
     @pl.when(warpgroup == COMPUTE_WARPGROUPS)
     def _():
         plgpu.set_max_registers(p.config.copy_registers, action="decrease")
@@ -121,7 +134,7 @@ def _body(p: Problem, q, k, v, table, offset, lengths, start, out, lse, **scratc
         @pl.when(steps > 0)
         def _():
             table_head = head if p.table_heads > 1 else 0
-            _copy(p, k, v, table.at[row, table_head], offset[head], length, steps, shared)
+            copy_steps(p, k, v, table.at[row, table_head], offset[head], length, steps, shared, row_of)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _():
@@ -140,15 +153,13 @@ def _body(p: Problem, q, k, v, table, offset, lengths, start, out, lse, **scratc
             q_full = shared.q_full.at[warpgroup]
             plgpu.copy_gmem_to_smem(q.at[row, pl.ds(begin, WARPGROUP_QUERIES), query_head], q_smem, q_full)
             plgpu.barrier_wait(q_full)
-            total, peak, acc = _attend(p, q_smem, first + own, length, steps, warpgroup, shared)
-            q_smem[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(q_smem.dtype)
-            lse_smem[...] = (peak + jnp.log2(total)) * (1 / LOG2_E)
+            whole = lax.div(jnp.minimum(length, first + own + 1), jnp.int32(p.config.block_rows))
+            mask = functools.partial(_mask, first + own, length, row_of)
+            store(q_smem, lse_smem, *attend_steps(p, q_smem, mask, whole, steps, warpgroup, shared))
 
         @pl.when(steps == 0)
         def _():
-            shape = (WARPGROUP_QUERIES, p.dim)
-            q_smem[...] = plgpu.layout_cast(jnp.zeros(shape, q_smem.dtype), plgpu.Layout.WGMMA)
-            lse_smem[...] = plgpu.layout_cast(jnp.full(shape[:1], NEG, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+            store_nothing(q_smem, lse_smem)
 
         plgpu.commit_smem()
 
@@ -159,20 +170,48 @@ def _body(p: Problem, q, k, v, table, offset, lengths, start, out, lse, **scratc
             plgpu.wait_smem_to_gmem(0)
 
 
-def _copy(p: Problem, k, v, table, offset, length, steps, shared):
-    """Copies keys of a step, then values of the step before, which is how they are used."""
+def _mask(first, length, row_of, logits, step):
+    """Logits of the keys that 64 queries see, the first of which is row `first`."""
+    query = plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=plgpu.Layout.WGMMA)
+    key = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+    end = jnp.minimum(query + (first + 1), length) - row_of(step)
+    return jnp.where(key < end, logits, -jnp.inf)
+
+
+def store(out, lse, total, peak, acc) -> None:
+    """What `attend_steps` found, as the kernel's results in shared memory."""
+    out[...] = (acc * lax.broadcast_in_dim(1.0 / total, acc.shape, [0])).astype(out.dtype)
+    lse[...] = (peak + jnp.log2(total)) * (1 / LOG2_E)
+
+
+def store_nothing(out, lse) -> None:
+    """The results of queries that see no key."""
+    out[...] = plgpu.layout_cast(jnp.zeros(out.shape, out.dtype), plgpu.Layout.WGMMA)
+    lse[...] = plgpu.layout_cast(jnp.full(lse.shape, NEG, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def copy_steps(p: Problem, k, v, table, offset, length, steps, shared, row_of: Callable[[Any], Any]) -> None:
+    """Copies keys of a step, then values of the step before, which is how they are used.
+
+    A step is `config.block_rows` rows from row `row_of(step)` on, and only the last may pass the `length`.
+    """
 
     def pages(step):
-        """Head-page of each copy of a step. Columns past the table belong to no row."""
-        columns = [lax.div(step * p.config.block_rows + i * p.copy_rows, jnp.int32(p.page)) for i in range(p.copies)]
-        return tuple(table[jnp.minimum(column, p.columns - 1)] * p.stride + offset for column in columns)
+        """First row within its page, where a step is less than a page, and head-page of each copy of a step.
+
+        Columns past the table belong to no row.
+        """
+        row = row_of(step)
+        columns = [lax.div(row + i * p.copy_rows, jnp.int32(p.page)) for i in range(p.copies)]
+        inner = lax.rem(row, jnp.int32(p.page)) if p.copy_rows < p.page else None
+        return inner, tuple(table[jnp.minimum(column, p.columns - 1)] * p.stride + offset for column in columns)
 
     def copy(pool, ring, step, full, found):
-        for i, page in enumerate(found):
+        inner, head_pages = found
+        for i, page in enumerate(head_pages):
             source = pool.at[page]
-            if p.copy_rows < p.page:  # then a step is one copy
-                row = lax.rem(step, jnp.int32(p.page // p.copy_rows)) * p.copy_rows
-                source = source.at[pl.ds(pl.multiple_of(row, p.copy_rows), p.copy_rows)]
+            if inner is not None:  # then a step is one copy
+                source = source.at[pl.ds(pl.multiple_of(inner, p.copy_rows), p.copy_rows)]
             target = ring.at[slot_of(step), pl.ds(i * p.copy_rows, p.copy_rows)]
             plgpu.copy_gmem_to_smem(source, target, full, collective_axes=SHARER if p.sharers > 1 else None)
 
@@ -199,7 +238,7 @@ def _copy(p: Problem, k, v, table, offset, length, steps, shared):
     last = steps - 1
     v_full = shared.v_full.at[slot_of(last)]
     wait_free(shared.v_free, last)
-    valid = length - last * p.config.block_rows  # rows of the last step that belong to the sequence
+    valid = length - row_of(last)  # rows of the last step that belong to the sequence
 
     @pl.when(valid >= p.config.block_rows)
     def _():
@@ -238,20 +277,19 @@ def _clear(p: Problem, values, valid):
         rows[...] = jnp.where(row < valid, kept, jnp.zeros_like(kept))
 
 
-def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
-    """(sums of weights, largest logits in base 2, weighted values) of 64 queries, the first of which is row `first`."""
+def attend_steps(p: Problem, q_smem, mask, whole, steps, warpgroup, shared):
+    """(sums of weights, largest logits in base 2, weighted values) of the 64 queries in `q_smem`.
+
+    Args:
+      mask: (logits [64, block_rows] before they are scaled, step) -> the same, -inf where a query sees no key.
+      whole: steps before it need no mask, except for the first, which always has one.
+      steps: at least one; others as in `copy_steps`.
+    """
     other = COMPUTE_WARPGROUPS - 1 - warpgroup
     factor = p.scale * LOG2_E
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(p.config.stages))
-
-    def mask(logits, step):
-        shape = logits.shape
-        query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        end = jnp.minimum(query + (first + 1), length) - step * p.config.block_rows
-        return jnp.where(key < end, logits, -jnp.inf)
 
     def products(step, values=None):
         """Logits of a step; `values` issues the other product of a turn, if it has one."""
@@ -272,9 +310,8 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
 
     def weigh(logits, peak):
         """Weights relative to the new peak, their sums, and the new peak."""
-        new = logits.max(axis=1) * factor
-        if peak is not None:
-            new = jnp.maximum(peak, new)
+        # A query that sees nothing yet has a peak all the same, so that -inf weighs nothing.
+        new = jnp.maximum(NEG if peak is None else peak, logits.max(axis=1) * factor)
         weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(new, logits.shape, [0]))
         return weights, weights.sum(axis=1), new
 
@@ -307,9 +344,9 @@ def _attend(p: Problem, q_smem, first, length, steps, warpgroup, shared):
             acc[...] = done * lax.broadcast_in_dim(decay, done.shape, [0])
             return total, new_peak, new_weights.astype(q_smem.dtype)
 
-        whole = jnp.clip(lax.div(jnp.minimum(length, first + 1), jnp.int32(p.config.block_rows)), 1, steps)
-        carry = lax.fori_loop(1, whole, functools.partial(body, masked=False), (total, peak, weights))
-        last_total, last_peak, last = lax.fori_loop(whole, steps, functools.partial(body, masked=True), carry)
+        bare = jnp.clip(whole, 1, steps)
+        carry = lax.fori_loop(1, bare, functools.partial(body, masked=False), (total, peak, weights))
+        last_total, last_peak, last = lax.fori_loop(bare, steps, functools.partial(body, masked=True), carry)
         slot = slot_of(steps - 1)
         plgpu.barrier_wait(shared.v_full.at[slot])
         plgpu.wgmma(acc, last, shared.v_smem.at[slot])

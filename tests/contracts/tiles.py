@@ -1,4 +1,4 @@
-"""Random block lists per tile of queries, and attention over such lists and over biased keys in float64, tile by tile."""
+"""Random block lists of tiles of queries, and attention over lists and over biased keys in float64, tile by tile."""
 
 from __future__ import annotations
 
