@@ -223,6 +223,8 @@ def spec_of(entry: Entry, params: Any) -> str:
         value = getattr(params, field.name)
         if value != field.default:
             text = texts[value] if value is None or isinstance(value, bool) else value
+            if isinstance(value, tuple):
+                text = ";".join(map(str, value))  # a comma would end the knob
             knobs.append(f"{field.name}={text}")
     return f"{entry.name}({','.join(knobs)})" if knobs else entry.name
 

@@ -46,10 +46,12 @@ def whole(session: Session, row: int, prompt: list[int], tokens: list[int], piec
 
 
 def kept(session: Session, row: int) -> np.ndarray:
-    """Positions of all layers and heads."""
+    """Positions of all layers and heads; those that keep fewer begin with negative numbers."""
     geometry = session.geometry
     heads = [(layer, head) for layer in range(geometry.num_layers) for head in range(geometry.num_kv_heads)]
-    return np.stack([session.positions(row, layer, head) for layer, head in heads])
+    positions = [session.positions(row, layer, head) for layer, head in heads]
+    longest = max(len(found) for found in positions)
+    return np.stack([np.concatenate([np.arange(len(found) - longest, 0), found]) for found in positions])
 
 
 def test_every_knob_has_a_small_value():

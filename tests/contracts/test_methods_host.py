@@ -130,9 +130,11 @@ def test_rows_read_are_what_the_host_says(name):
     session.prefill({1: tokens_of(1, 9)})
     for token in tokens_of(2, 40):
         SELECTED.clear()
-        length = session.rows[1].length + 1
+        lengths = session.rows[1].lengths + 1
+        length = int(lengths.max())
         session.decode([1], [token])
         jax.effects_barrier()
-        read = {layer: np.broadcast_to(lengths[0], (heads,)) for layer, _, lengths in SELECTED}
+        read = {layer: np.broadcast_to(rows[0], (heads,)) for layer, _, rows in SELECTED}
         assert len(read) == layers
-        assert session.method.rows_read(length, session.geometry) == round(np.mean(list(read.values())))
+        if (lengths == length).all():  # where layers differ the host estimates
+            assert session.method.rows_read(length, session.geometry) == round(np.mean(list(read.values())))

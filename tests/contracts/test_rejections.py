@@ -37,6 +37,30 @@ TABLE = [
     ("snapkv", "sparse_prefill_score_mode", "entropy"),
     ("snapkv", "snapkv_decode_eviction", "yes"),
     ("snapkv", "snapkv_num_full_layers", 2),
+    *(
+        ("pyramidkv", name, value)
+        for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens", "pyramidkv_start_layer")
+        for value in NOT_COUNTS
+    ),
+    *(
+        ("pyramidkv", name, value)
+        for name in ("observation_window_size", "decode_eviction_interval", "pool_kernel_size", "pyramidkv_beta")
+        for value in (0, *NOT_COUNTS)
+    ),
+    *(("pyramidkv", "pyramidkv_least_layer", value) for value in (-1, 1.5, True, "4")),
+    *(
+        ("pyramidkv", name, value)
+        for name in ("pyramidkv_start_ratio", "pyramidkv_least_ratio", "pyramid_layer_ratios")
+        for value in (0, 1.5, -0.5, float("nan"), True, "much")
+    ),
+    ("pyramidkv", "pool_kernel_size", 2),
+    ("pyramidkv", "pool_type", "min"),
+    ("pyramidkv", "softmax_domain", "rows"),
+    ("pyramidkv", "head_mode", "per_query_head"),
+    ("pyramidkv", "sparse_prefill_score_mode", "entropy"),
+    ("pyramidkv", "pyramid_budget_mode", "geometric"),
+    ("pyramidkv", "pyramid_layer_ratios", (0.5, 2)),
+    ("pyramidkv", "pyramid_layer_ratios", ()),
     *(("quest", "quest_chunk_size", value) for value in (0, *NOT_COUNTS)),
     *(("quest", "quest_skip_layers", value) for value in NOT_COUNTS),
     *(
@@ -62,7 +86,7 @@ def test_refused(member, knob, value):
             )
 
 
-@pytest.mark.parametrize("member", ["snapkv", "quest"])
+@pytest.mark.parametrize("member", ["snapkv", "pyramidkv", "quest"])
 def test_a_budget_of_nothing_is_refused(member):
     nothing = {"sink_keep_tokens": 0, "decode_keep_tokens": 0, "recent_keep_tokens": 0}
     with pytest.raises(MethodError, match="decode_keep_tokens"):
