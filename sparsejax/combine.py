@@ -27,6 +27,7 @@ from sparsejax.method import (
 )
 
 _ORDER = (Granularity.SEQUENCE, Granularity.LAYER, Granularity.HEAD)
+_AXES = ("retention", "selection", "prefill")
 
 
 def compose(members: tuple[Method, ...]) -> Method:
@@ -41,17 +42,19 @@ def compose(members: tuple[Method, ...]) -> Method:
     if len(members) == 1:
         return members[0]
     reasons = []
-    for axis in ("retention", "selection", "prefill"):
+    for axis in _AXES:
         names = [member.name for member in members if member.axis == axis]
         if len(names) > 1:
             reasons.append(f"{' and '.join(names)} both decide {axis}; choose one")
     sizes = {member.name: member.page_size(member.params) for member in members}
     if len({size for size in sizes.values() if size is not None}) > 1:
         reasons.append("members ask for different page sizes: " + ", ".join(f"{n} {s}" for n, s in sizes.items() if s))
+    for member in members:
+        reasons += member.refuses(member.params, tuple(other for other in members if other is not member))
     if reasons:
         raise MethodError("; ".join(reasons))
     params = Composed(members)
-    first = next(axis for axis in ("retention", "selection", "prefill") if params.on(axis))
+    first = next(axis for axis in _AXES if params.on(axis))
     selection, prefill = params.on("selection"), params.on("prefill")
     composed = Method(
         name="+".join(member.name for member in members),
@@ -65,6 +68,7 @@ def compose(members: tuple[Method, ...]) -> Method:
         role=_role,
         page_size=_page_size,
         check=_check,
+        chunk_dependent=any(member.chunk_dependent for member in members),
     )
     joined = {"on_write": _on_write, "observe": _observe, "survey": _survey, "bind": _bind}
     hooks: dict[str, Any] = {name: hook for name, hook in joined.items() if params.with_hook(name)}
@@ -96,9 +100,14 @@ class Composed:
         return member if member is not None and member.evicts else None
 
     def with_hook(self, name: str) -> list[tuple[Callable[..., Any], Any]]:
-        """(hook, params) of the members that have it."""
-        found = ((getattr(member, name), member.params) for member in self.members)
-        return [(hook, params) for hook, params in found if hook is not None]
+        """(hook, params) of the members that have it. A hook that several share is the first one's: see `_AXES`."""
+        found: dict[Callable[..., Any], Any] = {}
+        for axis in _AXES:
+            member = self.on(axis)
+            hook = None if member is None else getattr(member, name)
+            if member is not None and hook is not None:
+                found.setdefault(hook, member.params)
+        return list(found.items())
 
 
 def _aux(params: Composed, geometry: Geometry) -> dict[str, AuxSpec]:

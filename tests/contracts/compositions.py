@@ -28,6 +28,12 @@ KNOBS: dict[str, Any] = {
     "pyramidkv_least_ratio": 0.3,
     "quest_chunk_size": 4,
     "quest_skip_layers": 1,
+    "h2o_prefill_budget": 17,
+    "h2o_decode_budget": 11,
+    "h2o_recent_ratio": 0.4,
+    "h2o_prefill_score_window": 5,
+    "h2o_decode_eviction": True,
+    "h2o_decode_eviction_interval": 6,
 }
 """Small values by knob name."""
 
@@ -44,6 +50,9 @@ DEFAULTS_ARE_FINE = {
     "pyramidkv_least_layer",
     "pyramidkv_beta",
     "quest_select_scope",
+    "h2o_logit_scale",
+    "h2o_head_reduction",
+    "h2o_prefill_compaction",
     "fp8_kv_scale_mode",
     "fp8_kv_scale_path",
 }

@@ -18,6 +18,7 @@ from tests.contracts.compositions import (
     SELECTED,
     budget,
     dense_with_storage_of,
+    small,
     start,
 )
 from tests.core.harness import Session, tokens_of
@@ -67,16 +68,35 @@ def test_methods_are_equal_when_built_twice():
         assert hash(first) == hash(second)
 
 
-@every
+PIECES = ([7, 5, 2, 1, 13], [40], [1, 1, 1, 38], [13, 25, 1, 1, 1])  # also ends shorter than a window
+CUT = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].chunk_dependent]
+
+
+@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name not in CUT])
 def test_one_shot_equals_chunked(name):
     session = start(name)
     wanted = whole(session, 1, TEXT, NEXT)
-    for pieces in ([7, 5, 2, 1, 13], [40], [1, 1, 1, 38], [13, 25, 1, 1, 1]):  # also ends shorter than a window
+    for pieces in PIECES:
         found = whole(session, 2, TEXT, NEXT, pieces)
         close(found, wanted)
         np.testing.assert_array_equal(kept(session, 2), kept(session, 1))
         session.check()
         session.release(2)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_equal_chunks_give_equal_results(name):
+    session, found = start(name), []
+    for pieces in PIECES:
+        found.append((whole(session, 1, TEXT, NEXT, pieces), kept(session, 1)))
+        session.release()
+    assert not all(np.allclose(logits, found[0][0], **CLOSE) for logits, _ in found), "it does not depend on chunks"
+    for pieces, (logits, positions) in zip(PIECES, found, strict=True):
+        first = session.prefill({3: TEXT, 1: tokens_of(9, LONG + 3)}, pieces=pieces)[3]
+        close(np.concatenate([first[None], follow(session, 3, NEXT)]), logits, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(kept(session, 3), positions)
+        session.check()
+        session.release()
 
 
 @every
@@ -130,12 +150,18 @@ def run_turns(name: str) -> tuple[Session, Reads, dict[int, np.ndarray], bool]:
     """Two turns of one conversation: session, what was read, logits by position, whether anything was left out."""
     session = start(name)
     layers, heads = session.geometry.num_layers, session.geometry.num_kv_heads
+    rows = [(layer, head) for layer in range(layers) for head in range(heads)]
     reads, logits, sparse = Reads(session), {}, False
     for turn, (prompt, answer) in enumerate(((TEXT, NEXT), (tokens_of(3, 3), tokens_of(4, 2)))):
-        rows = [(layer, head) for layer in range(layers) for head in range(heads)]
-        before = {of: session.positions(1, *of) if turn else np.zeros(0, int) for of in rows}
-        found = session.prefill({1: prompt}, pieces=[2] if turn else [13, 11], first=not turn)
-        reads.appended(prompt, before)
+        begin = len(reads.tokens)
+
+        def note_chunk(seen: int, prompt: list[int] = prompt, begin: int = begin) -> None:
+            done = len(reads.tokens)
+            resident = {of: session.positions(1, *of) for of in rows}  # what was kept and, behind it, the chunk
+            before = {of: positions[positions < done] for of, positions in resident.items()}
+            reads.appended(prompt[done - begin : seen - begin], before)
+
+        found = session.prefill({1: prompt}, pieces=[2] if turn else [13, 11], first=not turn, on_chunk=note_chunk)
         logits[len(reads.tokens) - 1] = found[1]
         for token in answer:
             reads.before = {of: session.positions(1, *of) for of in rows}
@@ -245,14 +271,19 @@ REDUCTIONS = {quest.MIN: lambda keys: keys.min(0), quest.MAX: lambda keys: keys.
 """Page aux that is a reduction over the page's keys; a new one is added here."""
 
 
-@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if start(name).state.page_aux])
+def reductions(session: Session) -> list[str]:
+    specs = session.method.aux_specs(session.geometry)
+    return [name for name, spec in specs.items() if spec.per == "page"]
+
+
+@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if reductions(start(name))])
 def test_page_aux_is_a_reduction_of_the_stored_keys(name):
     session = start(name)
-    assert set(session.state.page_aux) <= set(REDUCTIONS), "add what it is a reduction of"
+    assert set(reductions(session)) <= set(REDUCTIONS), "add what it is a reduction of"
     geometry = session.geometry
 
     def check(row: int) -> None:
-        aux = {key: np.asarray(array) for key, array in session.state.page_aux.items()}
+        aux = {key: np.asarray(session.state.page_aux[key]) for key in reductions(session)}
         for layer in range(geometry.num_layers):
             for head in range(geometry.num_kv_heads):
                 payload = {key: session.stored(key, row, layer, head) for key in session.state.pools}
@@ -276,8 +307,9 @@ def test_page_aux_is_a_reduction_of_the_stored_keys(name):
 def test_eviction_gives_pages_back(name):
     session = start(name)
     idle = len(session.free)
-    session.prefill({1: TEXT})
-    kept_rows = session.method.kept_after("prompt", np.full(session.shape, LONG))
+    session.prefill({1: TEXT}, pieces=[LONG - 1])
+    kept_rows = session.method.kept_after("chunk", np.full(session.shape, LONG - 1))
+    kept_rows = session.method.kept_after("prompt", kept_rows + 1)
     assert (kept_rows < LONG).any()
     assert idle - len(session.free) == sum(session.geometry.pages(int(n)) for n in kept_rows.flat)
     session.release(1)

@@ -20,6 +20,11 @@ RETENTION = st.fixed_dictionaries(
         "snapkv_decode_eviction": st.booleans(),
         "decode_eviction_interval": st.integers(1, 9),
         "streamingllm_decode_trigger_ratio": st.floats(1, 4),
+        "h2o_prefill_budget": st.integers(9, 20),
+        "h2o_decode_budget": st.integers(1, 9),
+        "h2o_prefill_compaction": st.booleans(),
+        "h2o_decode_eviction": st.booleans(),
+        "h2o_decode_eviction_interval": st.integers(1, 9),
         "quest_chunk_size": st.sampled_from([1, 4, 16]),
         "quest_skip_layers": st.integers(0, 3),
     }

@@ -68,6 +68,25 @@ TABLE = [
         for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")
         for value in NOT_COUNTS
     ),
+    *(
+        (member, name, value)
+        for member in ("h2o", "h2o_prefill")
+        for name in ("h2o_prefill_budget", "h2o_decode_budget")
+        for value in (0, *NOT_COUNTS)
+    ),
+    ("h2o", "h2o_prefill_budget", 4095),  # less than what is kept in the end
+    ("h2o_prefill", "h2o_prefill_budget", 4095),
+    ("h2o", "h2o_decode_budget", 8193),
+    *(("h2o", "h2o_prefill_score_window", value) for value in NOT_COUNTS),
+    *(("h2o", "h2o_recent_ratio", value) for value in (0.0, 1.0, 1, -0.5, float("nan"), True, "half", None)),
+    *(("h2o", "h2o_decode_eviction_interval", value) for value in (0, *NOT_COUNTS)),
+    ("h2o", "h2o_decode_eviction", "yes"),
+    ("h2o_prefill", "h2o_decode_eviction", True),  # not without the retention method
+    ("h2o", "h2o_prefill_compaction", "yes"),
+    ("h2o", "h2o_logit_scale", "layer"),
+    ("h2o", "h2o_head_reduction", "max"),
+    ("h2o", "head_mode", "per_query_head"),
+    ("h2o_prefill", "sparse_prefill_score_mode", "entropy"),
     ("quest", "quest_select_scope", "per_head"),
     ("quest", "quest_token_budget", 1024),
     ("fp8_kv", "fp8_kv_scale_mode", "e5m2"),
@@ -91,6 +110,15 @@ def test_a_budget_of_nothing_is_refused(member):
     nothing = {"sink_keep_tokens": 0, "decode_keep_tokens": 0, "recent_keep_tokens": 0}
     with pytest.raises(MethodError, match="decode_keep_tokens"):
         registry.resolve(member, nothing)
+
+
+def test_attention_mass_is_added_up_over_at_most_128_queries():
+    for member in ("h2o", "h2o_prefill"):
+        registry.resolve(member, {"h2o_prefill_score_window": 129})
+        mass = {"sparse_prefill_score_mode": "probability"}
+        registry.resolve(member, mass | {"h2o_prefill_score_window": 128})
+        with pytest.raises(MethodError, match="h2o_prefill_score_window"):
+            registry.resolve(member, mass | {"h2o_prefill_score_window": 129})
 
 
 @pytest.mark.parametrize("mode", ["static", "static_head"])
@@ -170,6 +198,11 @@ def test_scales_of_another_model_are_refused(tmp_path):
         ("snapkv+streamingllm", ["snapkv", "streamingllm", "retention"]),
         ("fp8_kv+plain", ["fp8_kv", "plain"]),
         ("snapvk", ["snapvk", "snapkv"]),
+        ("snapkv+h2o_prefill", ["h2o_prefill", "accumulates", "snapkv"]),
+        ("quest+h2o_prefill", ["h2o_prefill", "accumulates", "quest"]),
+        ("h2o(h2o_logit_scale=none)+h2o_prefill", ["h2o", "h2o_prefill", "h2o_logit_scale"]),
+        ("h2o+h2o_prefill(h2o_prefill_budget=4095,h2o_decode_budget=1)", ["h2o_prefill_budget", "h2o keeps (4096)"]),
+        ("h2o+snapkv", ["h2o", "snapkv", "retention"]),
         ("quest+nothing-known", ["nothing-known"]),
         ("quest(quest_chunk_size)", ["quest_chunk_size"]),
         ("quest)", ["quest"]),

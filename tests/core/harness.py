@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -277,6 +277,7 @@ class Session:
         pieces: Sequence[int] = (),
         first: bool = True,
         order: Sequence[int] | None = None,
+        on_chunk: Callable[[int], None] | None = None,
     ) -> dict[int, np.ndarray]:
         """Appends prompts to rows side by side; returns the logits of each row's last token.
 
@@ -285,6 +286,7 @@ class Session:
           pieces: sizes of the first chunks; whatever is left comes in chunks as large as the program takes.
           first: the rows are new; False continues them.
           order: in which the rows stand in the batch.
+          on_chunk: called with the tokens seen by the first row once its chunk is stored, before anything is evicted.
         """
         todo = {row: list(prompts[row]) for row in order or prompts}
         for row in prompts:
@@ -309,6 +311,8 @@ class Session:
             self.state, out = run(
                 steps.prefill_chunk, self.statics, self.weights, self.state, inputs, mode=sampling.GREEDY
             )
+            if on_chunk is not None:
+                on_chunk(self.rows[rows[0]].seen)
             for i, row in enumerate(rows):
                 if todo[row]:
                     self._maintain(row, "chunk")
