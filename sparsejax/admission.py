@@ -44,6 +44,13 @@ def admissible(
             f"{prompt_tokens} prompt tokens and {output} exceed the window of {window} tokens",
             param="max_tokens" if wanted and prompt_tokens < window else "prompt",
         )
+    replay = max(facts.replay_lengths(prompt_tokens), default=0)
+    if prompt_tokens + replay > window:
+        raise ContextLengthError(
+            f"method {method} reads a prompt of {prompt_tokens} tokens once more behind itself, in pieces of up to "
+            f"{replay}, which exceeds the window of {window} tokens",
+            param="prompt",
+        )
     limit = wanted or window - prompt_tokens
     possible = memory.most_tokens(facts, prompt_tokens, limit)
     if possible < (wanted or 1):
@@ -57,6 +64,12 @@ def admissible(
         raise RequestError(
             f"method {method} needs a last prompt chunk of {facts.min_final_chunk()} tokens, "
             f"but the largest chunk is {max_chunk}",
+            param="sparse_method",
+        )
+    if replay > max_chunk:
+        raise RequestError(
+            f"method {method} reads the prompt once more in pieces of {replay} tokens, but the largest chunk is "
+            f"{max_chunk}",
             param="sparse_method",
         )
     seed = random.getrandbits(64) if request.params.seed is None else request.params.seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import Any
 
 import jax
 
-from sparsejax.capacity import Capacity, checkpoint_id, plan
+from sparsejax import combine
+from sparsejax.capacity import Capacity, check_replays, checkpoint_id, plan
 from sparsejax.config import EngineConfig, Progress
 from sparsejax.engine import Engine
 from sparsejax.errors import ConfigError
@@ -80,6 +82,10 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
     capacity = plan(config, loaded.spec, checkpoint_id(config.model))
     for topic, fact in capacity.lines():
         report(Progress(topic, detail=f"{loaded.name}: {fact}" if topic == "model" else fact))
+    encode = functools.partial(loaded.tokenizer.encode, add_special_tokens=False)
+    methods = {name: combine.bound(method, encode) for name, method in capacity.methods.items()}
+    check_replays(methods, capacity.geometry.max_model_len, capacity.prefill_buckets)
+    capacity = dataclasses.replace(capacity, methods=methods)
     metrics = EngineMetrics()
 
     def count_compilation(program: str, seconds: float) -> None:

@@ -173,6 +173,7 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
     num_rows = config.max_num_seqs or (16 if cpu else 128)
     decode_buckets = _decode_buckets(num_rows, 4 if cpu else 2)
     prefill_buckets = _prefill_buckets(config.max_num_batched_tokens, max_model_len, num_rows, cpu)
+    check_replays(methods, max_model_len, prefill_buckets)
     weight_bytes = tree_nbytes(get_architecture(spec.architecture).weight_specs(spec))
     served = tuple(methods.values())
     row_bytes = fixed_nbytes(geometry, num_rows, spec.vocab_size, served, storage)
@@ -220,6 +221,20 @@ def plan(config: EngineConfig, spec: ModelSpec, checkpoint_id: str) -> Capacity:
         page_bytes=page_bytes,
         usable_bytes=usable,
     )
+
+
+def check_replays(
+    methods: Mapping[str, Method], max_model_len: int, prefill_buckets: tuple[tuple[int, int], ...]
+) -> None:
+    """Raises MethodError if a method reads prompts once more in pieces that no prefill program takes."""
+    longest = max(tokens for _, tokens in prefill_buckets)
+    for name, method in methods.items():
+        replay = max(method.replay_lengths(max_model_len), default=0)
+        if replay > longest:
+            raise MethodError(
+                f"{name} reads prompts once more in pieces of {replay} tokens, but the longest prompt chunk has "
+                f"{longest}: make the pieces shorter, or give --max-num-batched-tokens {replay}"
+            )
 
 
 def whole_rows(pages: int, row_pages: int) -> int:

@@ -51,6 +51,8 @@ def compose(members: tuple[Method, ...]) -> Method:
         reasons.append("members ask for different page sizes: " + ", ".join(f"{n} {s}" for n, s in sizes.items() if s))
     for member in members:
         reasons += member.refuses(member.params, tuple(other for other in members if other is not member))
+    if len({member.survey_reduction for member in members if member.survey is not None}) > 1:
+        reasons.append("members join what layers say in different ways")
     if reasons:
         raise MethodError("; ".join(reasons))
     params = Composed(members)
@@ -72,6 +74,10 @@ def compose(members: tuple[Method, ...]) -> Method:
     )
     joined = {"on_write": _on_write, "observe": _observe, "survey": _survey, "bind": _bind}
     hooks: dict[str, Any] = {name: hook for name, hook in joined.items() if params.with_hook(name)}
+    if params.with_hook("replays"):
+        hooks |= {"replays": _replays, "replay_tokens": _replay_tokens}
+    if "survey" in hooks:
+        hooks["survey_reduction"] = next(member.survey_reduction for member in members if member.survey is not None)
     if any(member.evicts for member in members):
         hooks |= {"keep_rows": _keep_rows, "keep_count": _keep_count, "due": _due, "peak": _peak}
     if any(member.on_hidden is not None for member in members):
@@ -138,10 +144,22 @@ def _on_write(params: Composed, geometry: Geometry, page_aux: Aux, row_aux: Aux,
 
 
 def _observe(params: Composed, context: ObserveContext) -> tuple[Aux, Aux]:
-    for hook, own in params.with_hook("observe"):
-        page_aux, row_aux = hook(own, context)
+    for member in params.members:
+        if member.observe is None or (context.phase == "replay" and member.replays is None):
+            continue
+        page_aux, row_aux = member.observe(member.params, context)
         context = context._replace(page_aux=page_aux, row_aux=row_aux)
     return context.page_aux, context.row_aux
+
+
+def _replays(params: Composed, prompt_tokens: int) -> tuple[int, ...]:
+    ((hook, own),) = params.with_hook("replays")
+    return hook(own, prompt_tokens)
+
+
+def _replay_tokens(params: Composed, prompt: np.ndarray, index: int) -> np.ndarray:
+    ((hook, own),) = params.with_hook("replay_tokens")
+    return hook(own, prompt, index)
 
 
 def _on_hidden(params: Composed, context: HiddenContext) -> Aux:

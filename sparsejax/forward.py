@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,7 @@ class Batch(NamedTuple):
       num_new: int32 [batch]: rows that this step appends.
       positions: int32 [batch, chunk].
       tokens: int32 [batch, chunk].
+      part: int32 [batch], of a replay: which one.
     """
 
     rows: jax.Array
@@ -69,6 +70,7 @@ class Batch(NamedTuple):
     num_new: jax.Array
     positions: jax.Array
     tokens: jax.Array
+    part: jax.Array | None = None
 
 
 def payload_names(cache: Cache) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ def append(
     what = {"num_new": batch.num_new, "positions": batch.positions, "encode": encode, "layer": layer}
     q, k, v, pools = api.append(heads, cache.pools, view, **what, implementation=statics.implementation)
     cache = cache._replace(pools=pools)
-    if method.on_write is None:
+    if method.on_write is None or phase == "replay":  # rows of a replay do not stay
         return q, cache
     head_pages, offsets = view.places(batch.num_new, q.shape[1], geometry.page_size)
     # Aux is computed from what attention will read back, so that rebuilding it from pages gives the same.
@@ -113,6 +115,13 @@ def append(
     return q, cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
+_OBSERVED: dict[str, Literal["chunk", "token", "replay"]] = {
+    "prefill": "chunk",
+    "decode": "token",
+    "replay": "replay",
+}
+
+
 def observe(
     statics: Statics,
     phase: str,
@@ -129,7 +138,7 @@ def observe(
         return cache
     context = ObserveContext(
         geometry=statics.geometry,
-        phase="token" if phase == "decode" else "chunk",
+        phase=_OBSERVED[phase],
         layer=layer,
         rows=batch.rows,
         queries=queries,
@@ -142,6 +151,7 @@ def observe(
         load_tile=load_tile(statics),
         page_aux=cache.page_aux,
         row_aux=cache.row_aux,
+        part=batch.part,
         implementation=statics.implementation,
     )
     page_aux, row_aux = method.observe(method.params, context)
@@ -167,10 +177,10 @@ def _layer(
     cache: Cache,
     carry: Any,
 ) -> tuple[Stream, Cache, Any]:
-    """One layer of a decode step (hidden states [batch, hidden]) or a prefill chunk ([batch, chunk, hidden]).
+    """One layer of a decode step (hidden states [batch, hidden]), or of a chunk or replay ([batch, chunk, hidden]).
 
-    If it `ends` a prefill, it stores keys and values of all tokens as ever, but only each row's last token attends and
-    goes on ([batch, hidden]): nothing reads what the others would become.
+    If it `ends` one of the latter, it stores keys and values of all tokens as ever, but only each row's last token
+    attends and goes on ([batch, hidden]): nothing reads what the others would become.
     """
     geometry, method = statics.geometry, statics.method
     view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
@@ -187,7 +197,7 @@ def _layer(
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
         box["cache"] = cache = observe(statics, phase, layer, batch, cache, grown, view.lengths, q)
         names = payload_names(cache)
-        if not decoding and not ends and method.attend_prefill is not None:
+        if phase == "prefill" and not ends and method.attend_prefill is not None:
             context = PrefillContext(
                 geometry=geometry,
                 role=role,
@@ -229,12 +239,15 @@ def _layer(
 def layers(
     statics: Statics, phase: str, weights: Weights, stream: Stream, batch: Batch, cache: Cache
 ) -> tuple[Stream, Cache]:
-    """All layers of a decode step ("decode") or a prefill chunk ("prefill"), whose result is each row's last token."""
+    """All layers of a decode step ("decode"), a prefill chunk ("prefill") or a replay ("replay").
+
+    The results of the two latter are each row's last token.
+    """
     carry = None
     method, num_layers = statics.method, statics.geometry.num_layers
     watched = method.hidden_layer(method.params, num_layers) if phase == "decode" and method.on_hidden else None
     for layer, role in enumerate(method.roles(num_layers)):
-        ends = phase == "prefill" and layer == num_layers - 1
+        ends = phase != "decode" and layer == num_layers - 1
         layer_weights = weights["layers"][layer]
         with jax.named_scope(f"layer_{layer}"):
             stream, cache, carry = _layer(

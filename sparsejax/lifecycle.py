@@ -151,7 +151,7 @@ class Lifecycle:
     def _seat(self, seq: Sequence) -> None:
         """A choice got a row."""
         group = seq.group
-        seq.state = State.DECODE if seq.prefilled else State.PREFILL
+        seq.state = State.REPLAY if seq.replaying else State.DECODE if seq.prefilled else State.PREFILL
         self.running.append(seq)
         if seq.admitted_s is None:
             first = not group.started
@@ -217,7 +217,7 @@ class Lifecycle:
             # Tokens that are in flight still count when they arrive: the same seed and position sample them again.
             seq.rebuilt = seq.rebuilt or seq.computed > 0
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
-            seq.computed = seq.dispatched = seq.observed_from = 0
+            seq.computed = seq.replayed = seq.dispatched = seq.observed_from = 0
             seq.phase_due = None
             seq.state = State.WAITING
             self.waiting.append(seq)

@@ -67,10 +67,21 @@ class Memory:
         kept = (self.kept(facts, phase, peak) for phase in _PHASES)
         return max((self._pages(k[k < peak]) for k in kept if k is not None), default=0)
 
+    def _peak_of(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> np.ndarray:
+        """Most rows of each layer and head, from `lengths` on, until `window` more tokens are decoded."""
+        facts, left = seq.group.facts, max(0, seq.prefill_len - seq.computed)
+        held = np.zeros(self.geometry.table_shape(facts.granularity), np.int32) if lengths is None else lengths
+        start = held
+        if seq.replaying or (seq.prefilled and seq.phase_due == "prompt"):  # it will be compacted before it decodes
+            kept = self.kept(facts, "prompt", held)
+            start = held if kept is None else kept
+        rows = np.maximum(held, self.peak(facts, start, left, window))
+        return np.maximum(rows, held + left + max(seq.group.replays[seq.replayed :], default=0))
+
     def _needs(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> int:
         """Most pages the row holds, from `lengths` on, until `window` more tokens are decoded."""
-        facts, pages = seq.group.facts, seq.pages
-        needs = self._pages(self.peak(facts, lengths, max(0, seq.prefill_len - seq.computed), window))
+        pages = seq.pages
+        needs = self._pages(self._peak_of(seq, window, lengths))
         if pages is not None:
             # Never less than the next step takes, even if a method understates its peak.
             needs = max(needs, pages.count + (pages.pages_for(1) if seq.prefilled else 0))
@@ -81,7 +92,9 @@ class Memory:
     def pages_alone(self, facts: MethodFacts, prompt_tokens: int, max_tokens: int) -> int:
         """Pages that must exist for this request to run, even alone: its peak and one compaction."""
         peak = self.peak(facts, None, prompt_tokens, max_tokens - 1)
-        return self._pages(peak) + self._compaction_pages(facts, peak)
+        longest = max(facts.replay_lengths(prompt_tokens), default=0)
+        held = np.maximum(peak, prompt_tokens + longest) if longest else peak
+        return self._pages(held) + self._compaction_pages(facts, peak)
 
     def most_tokens(self, facts: MethodFacts, prompt_tokens: int, limit: int) -> int:
         """The most tokens, up to `limit`, that a request could generate alone on this pool; 0 if none."""

@@ -94,6 +94,7 @@ class ObserveContext(NamedTuple):
       pools, names, load_tile: the stored rows, as the operations of `pallas_kernels.api` take them.
       page_aux: arrays per page and per token.
       row_aux: arrays per layer and request.
+      part: int32 [batch], which replay this is, from 0; None in other phases.
       implementation: kernel implementation to hand to `pallas_kernels.api`.
     """
 
@@ -111,6 +112,7 @@ class ObserveContext(NamedTuple):
     load_tile: LoadTile
     page_aux: Aux
     row_aux: Aux
+    part: jax.Array | None = None
     implementation: str | None = None
 
 
@@ -292,7 +294,9 @@ class Method:
       select: device hook, which pages a decode query may read; None reads everything.
       attend_prefill: device hook, attention of a prompt chunk: (out [batch, chunk, q_heads, head_dim], carry). None is
         causal attention to everything. The last layer, where only each row's last token attends, is not asked.
-      survey: device hook, called for every layer before rows are chosen in any; `keep_rows` gets the sum over layers.
+      survey: device hook, called for every layer before rows are chosen in any; `keep_rows` gets what all layers say
+        together.
+      survey_reduction: how: "sum" or "max".
       keep_rows: device hook, which rows survive a compaction: int32 [1 or kv_heads, kept], ascending.
       keep_count: host, rows that stay after a phase, for an array of lengths over (layers, heads) of the granularity;
         equal to the length where nothing is due. At its most for the longest row.
@@ -305,6 +309,11 @@ class Method:
       check: host, reasons why this model and page size can't be served.
       refuses: host, reasons why it can't be composed with these other members, from what they declare.
       chunk_dependent: results depend on how a prompt is cut into chunks.
+      replays: host, (params, prompt_tokens) -> tokens of each forward pass that a prompt needs once more behind itself
+        before it is compacted, so that `observe` sees what their queries think of its rows (phase "replay"). Their rows
+        are dropped again and `on_write` is not told of them. None, or an empty tuple, where nothing is replayed. A
+        row is replayed and compacted after its first prompt only: what is appended to it later stays.
+      replay_tokens: host, (params, prompt, index) -> int32 token ids of one of them.
       bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
       pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
         True when nothing is ever evicted.
@@ -326,6 +335,7 @@ class Method:
     attend_prefill: Callable[[Any, PrefillContext], tuple[jax.Array, Any]] | None = None
     select: Callable[[Any, SelectContext], Selection] | None = None
     survey: Callable[[Any, EvictContext], jax.Array] | None = None
+    survey_reduction: Literal["sum", "max"] = "sum"
     keep_rows: Callable[[Any, EvictContext], jax.Array] | None = None
     keep_count: Callable[[Any, Phase, np.ndarray], np.ndarray] = _keep_all
     due: Callable[[Any, Phase, int], bool] = _always
@@ -335,6 +345,8 @@ class Method:
     check: Callable[[Any, Geometry], list[str]] = _no_checks
     refuses: Callable[[Any, tuple[Method, ...]], list[str]] = _no_refusals
     chunk_dependent: bool = False
+    replays: Callable[[Any, int], tuple[int, ...]] | None = None
+    replay_tokens: Callable[[Any, np.ndarray, int], np.ndarray] | None = None
     bind: Callable[[Any, Callable[[str], list[int]]], Any] | None = None
 
     @property
@@ -364,6 +376,15 @@ class Method:
     def rows_read(self, length: int, geometry: Geometry) -> int:
         """Rows that a decode step at `length` reads, averaged over layers and heads."""
         return min(length, round(self.read_count(self.params, length, geometry)))
+
+    def replay_lengths(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Tokens of each replay of a prompt."""
+        return () if self.replays is None else self.replays(self.params, prompt_tokens)
+
+    def replay_ids(self, prompt: np.ndarray, index: int) -> np.ndarray:
+        """int32 token ids of one replay of a prompt."""
+        assert self.replay_tokens is not None
+        return self.replay_tokens(self.params, prompt, index)
 
     def min_final_chunk(self) -> int:
         """Fewest tokens of the last prompt chunk: 1, since every method carries its statistics across chunks."""

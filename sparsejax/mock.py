@@ -22,6 +22,7 @@ from sparsejax.plans import (
     MaintainRow,
     MethodFacts,
     PrefillRow,
+    ReplayRow,
     RunnerLimits,
     SamplingRow,
     StepResult,
@@ -78,6 +79,7 @@ class MockMethod:
       layer_step: each further layer keeps so many rows fewer (at least one).
       yields: rows go back to `window` before they are due if the pool runs out.
       final_chunk: fewest tokens of the last prompt chunk.
+      replay_chunk: prompt tokens of one replay, behind its first token, or None for no replays.
     """
 
     name: str = "dense"
@@ -88,6 +90,7 @@ class MockMethod:
     layer_step: int = 0
     yields: bool = False
     final_chunk: int = 1
+    replay_chunk: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -117,6 +120,17 @@ class MockMethod:
             decoded = np.minimum(decoded, np.maximum(peak, self.window + self.interval))
         return np.maximum(peak, decoded)
 
+    def replay_lengths(self, prompt_tokens: int) -> tuple[int, ...]:
+        if self.replay_chunk is None or self.prompt_budget is None or prompt_tokens <= self.prompt_budget:
+            return ()
+        starts = range(0, prompt_tokens, self.replay_chunk)
+        return tuple(1 + min(self.replay_chunk, prompt_tokens - start) for start in starts)
+
+    def replay_ids(self, prompt: np.ndarray, index: int) -> np.ndarray:
+        assert self.replay_chunk is not None
+        start = index * self.replay_chunk
+        return np.concatenate([prompt[:1], prompt[start : start + self.replay_chunk]])
+
     def rows_read(self, length: int, geometry: Geometry) -> int:
         return length
 
@@ -130,8 +144,9 @@ METHODS = (
     MockMethod("prompt", Granularity.LAYER, prompt_budget=16),
     MockMethod("pyramid", Granularity.LAYER, prompt_budget=20, window=32, interval=8, layer_step=3),
     MockMethod("heads", Granularity.HEAD, prompt_budget=12, final_chunk=4),
+    MockMethod("replay", Granularity.LAYER, prompt_budget=14, replay_chunk=7),
 )
-"""Keep all, a window, prompt eviction per layer, uneven layers, per-head pages with a long last chunk."""
+"""Keep all, a window, prompt eviction per layer, uneven layers, per-head pages with a long last chunk, replays."""
 
 
 @dataclasses.dataclass
@@ -147,6 +162,7 @@ class _Row:
     last_stamp: int = 0
     prompt_end: int = 0  # tokens processed when the prompt ended
     compacted_at: int = 0  # tokens processed at the last compaction
+    replayed: int = 0
 
     def copy(self) -> _Row:
         stamps = [[s.copy() for s in layer] for layer in self.stamps]
@@ -160,6 +176,7 @@ class _Row:
             self.last_stamp,
             self.prompt_end,
             self.compacted_at,
+            self.replayed,
         )
 
 
@@ -319,9 +336,33 @@ class MockRunner:
             row = self._row(plan.row, method)
             self._append(plan.row, row, plan.tokens.tolist(), plan.table_updates)
             if plan.sample:
-                row.prompt_end = len(row.history)
+                row.prompt_end, row.replayed = len(row.history), 0
             tokens.append(self._sample(plan.row, row, plan.sampling) if plan.sample else -1)
         return self._ticket("prefill", rows, tokens, sum(len(plan.tokens) for plan in rows), fault)
+
+    def replay(self, method: str, plan: ReplayRow) -> MockTicket:
+        tokens = plan.tokens.tolist()
+        self._require(
+            any(b[1] >= len(tokens) for b in self._limits.prefill_buckets), f"no bucket for {len(tokens)} tokens"
+        )
+        fault = self._enter("replay", [(plan.row, tokens)])
+        row, facts = self._row(plan.row, method), self._limits.methods[method]
+        self._require(0 < row.prompt_end == len(row.history), f"row {plan.row} does not stand at the end of its prompt")
+        self._require(row.compacted_at < row.prompt_end, f"row {plan.row} was compacted before it was replayed")
+        lengths = facts.replay_lengths(row.prompt_end)
+        self._require(plan.index == row.replayed < len(lengths), f"replay {plan.index} of {lengths} is not the next")
+        expected = facts.replay_ids(np.array(row.history, np.int32), plan.index)
+        same = plan.tokens.dtype == np.int32 and tokens == expected.tolist() and len(tokens) == lengths[plan.index]
+        self._require(same, f"replay {plan.index} of row {plan.row} has other tokens")
+        self._check_contents(plan.row, row)
+        self._update_table(row, plan.table_updates)
+        for l, layer in enumerate(row.stamps):
+            for h, stamps in enumerate(layer):
+                pages, offsets = self._places(row, l, h, len(stamps), len(stamps) + len(tokens))
+                self._pool[pages, offsets] = -mix(plan.row, plan.index)
+        self._check_contents(plan.row, row)
+        row.replayed += 1
+        return self._ticket("replay", [plan], [-1], len(tokens), fault)
 
     def decode(self, method: str, rows: list[DecodeRow]) -> MockTicket:
         self._require(len(rows) <= self._limits.decode_buckets[-1], f"no bucket for {len(rows)} rows")
@@ -331,6 +372,7 @@ class MockRunner:
             row = self._row(plan.row, method)
             token = row.last_token if plan.token is None else plan.token
             self._require(token is not None, f"row {plan.row} decodes before its first token was sampled")
+            self._check_replayed(plan.row, row)
             assert token is not None
             self._append(plan.row, row, [token], plan.table_updates)
             tokens.append(self._sample(plan.row, row, plan.sampling))
@@ -349,6 +391,8 @@ class MockRunner:
             plan.observed_tokens == len(row.history) - since, "observed_tokens is not what this phase has processed"
         )
         self._check_contents(plan.row, row)
+        if plan.phase == "prompt":
+            self._check_replayed(plan.row, row)
         facts = self._limits.methods[method]
         expected = np.broadcast_to(facts.kept_after(plan.phase, lengths), lengths.shape)
         self._require(
@@ -420,6 +464,10 @@ class MockRunner:
         self._require(row in self._rows, f"row {row} has no owner")
         self._require(self._rows[row].method == method, f"row {row} belongs to {self._rows[row].method}, not {method}")
         return self._rows[row]
+
+    def _check_replayed(self, index: int, row: _Row) -> None:
+        wanted = len(self._limits.methods[row.method].replay_lengths(row.prompt_end))
+        self._require(row.replayed == wanted, f"row {index} goes on after {row.replayed} of {wanted} replays")
 
     def _pages(self, lengths: np.ndarray) -> np.ndarray:
         return ceil_div(lengths, self._limits.geometry.page_size)
@@ -499,7 +547,7 @@ class MockRunner:
     def _ticket(
         self,
         call: str,
-        rows: Sequence[PrefillRow] | Sequence[DecodeRow],
+        rows: Sequence[PrefillRow] | Sequence[DecodeRow] | Sequence[ReplayRow],
         tokens: list[int],
         num_tokens: int,
         fault: Exception | None,
@@ -507,7 +555,7 @@ class MockRunner:
         count = len(rows)
         ok = np.array([self._poisoned.isdisjoint(self._rows[plan.row].history) for plan in rows])
         result = StepResult(np.array(tokens, np.int32), ok)
-        if any(plan.sampling.logprobs >= 0 for plan in rows):
+        if any(not isinstance(plan, ReplayRow) and plan.sampling.logprobs >= 0 for plan in rows):
             sampled = np.array(tokens, np.int32)[:, None]
             ids = np.concatenate([sampled, (sampled + np.arange(1, 20, dtype=np.int32)) % VOCAB_SIZE], 1).astype(
                 np.int32

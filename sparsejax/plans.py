@@ -71,6 +71,21 @@ class PrefillRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReplayRow:
+    """One pass over tokens behind a whole prompt, for the sake of what the method sees of it.
+
+    It samples nothing and leaves lengths, positions and token counts as they were: its rows are gone once it has run,
+    and the pages that the table updates give them may be somebody else's as soon as this plan was submitted. `index`
+    counts the replays of a prompt from 0.
+    """
+
+    row: int
+    tokens: np.ndarray  # int32 [tokens]
+    index: int
+    table_updates: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class MaintainRow:
     """Run one maintenance of the row's method, e.g. evict down to `kept_tokens` rows and pack them into new pages.
 
@@ -176,6 +191,14 @@ class MethodFacts(Protocol):
         """
         ...
 
+    def replay_lengths(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Tokens of each replay that a prompt needs before it is compacted; empty for methods that replay nothing."""
+        ...
+
+    def replay_ids(self, prompt: np.ndarray, index: int) -> np.ndarray:
+        """int32 token ids of one replay."""
+        ...
+
     def rows_read(self, length: int, geometry: Geometry) -> int:
         """Rows that a decode step at `length` reads, averaged over layers and heads."""
         ...
@@ -223,6 +246,10 @@ class Runner(Protocol):
     def decode(self, method: str, rows: list[DecodeRow]) -> Ticket: ...
 
     def prefill(self, method: str, rows: list[PrefillRow]) -> Ticket: ...
+
+    def replay(self, method: str, plan: ReplayRow) -> Ticket:
+        """Runs one replay. Its result has a single row without a token."""
+        ...
 
     def maintain(self, method: str, plan: MaintainRow) -> None: ...
 

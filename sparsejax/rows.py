@@ -22,10 +22,11 @@ def ceil_div(a: np.ndarray, b: int) -> np.ndarray:
 
 
 class State(enum.Enum):
-    """Where a choice is. A choice in PREFILL or DECODE owns a row, unless its last token is already under way."""
+    """Where a choice is. One in PREFILL, REPLAY or DECODE owns a row, unless its last token is already under way."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
+    REPLAY = "replay"
     DECODE = "decode"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -104,6 +105,18 @@ class RowPages:
         self.lengths += tokens
         self.room = int((self.columns * self.page_size - self.lengths).min())
         return updates
+
+    def truncate(self, tokens: int) -> None:
+        """Takes the last `tokens` rows of every head away; pages that hold no other are free at once."""
+        lengths = self.lengths - tokens
+        columns = self.columns_of(lengths)
+        gone = self._mask(self.columns) & ~self._mask(columns)
+        ids = self.table[gone]
+        self.table[gone] = 0
+        self.columns, self.lengths = columns.astype(np.int32), lengths.astype(np.int32)
+        self.count -= len(ids)
+        self.room = int((self.columns * self.page_size - self.lengths).min())
+        self._pool.free(self.granularity, ids)
 
     def fresh_pages(self, kept: np.ndarray) -> int:
         """Pages that a compaction to these lengths takes from the pool."""
@@ -213,6 +226,7 @@ class Group:
         self.eos_ids = frozenset() if params.ignore_eos else eos_ids
         self.stop_ids = frozenset(params.stop_token_ids)
         self.min_final_chunk = max(1, facts.min_final_chunk())
+        self.replays = facts.replay_lengths(len(self.prompt))
         # The choices part ways before their common last chunk, which each runs itself to sample with its own seed.
         self.fork_at = max(0, len(self.prompt) - self.min_final_chunk) if params.n > 1 else 0
         self.sampling = {
@@ -256,6 +270,7 @@ class Sequence:
     Attributes:
       output: collected (emitted) tokens; only ever appended to.
       computed: tokens of the history whose KV was submitted.
+      replayed: replays that were submitted, of those in `Group.replays`.
       dispatched: output tokens whose sampling was submitted; those beyond `output` are in flight.
       prefill_len: tokens that go through prompt chunks: the prompt, or prompt and output after a rebuild.
       phase_due: maintenance phase that was reached but not yet carried out.
@@ -275,6 +290,7 @@ class Sequence:
         self.output: list[int] = []
         self.prefill_len = len(group.prompt)
         self.computed = 0
+        self.replayed = 0
         self.dispatched = 0
         self.phase_due: str | None = None
         self.observed_from = 0
@@ -305,6 +321,11 @@ class Sequence:
     def prefilled(self) -> bool:
         """The final prompt chunk was submitted."""
         return self.computed >= self.prefill_len
+
+    @property
+    def replaying(self) -> bool:
+        """Replays of the prompt are left before it can be compacted and the first token decoded."""
+        return self.prefilled and self.replayed < len(self.group.replays)
 
     @property
     def exhausted(self) -> bool:

@@ -23,6 +23,7 @@ from sparsejax.plans import (
     ForkRow,
     MaintainRow,
     PrefillRow,
+    ReplayRow,
     RunnerLimits,
     SamplingRow,
     StepResult,
@@ -81,6 +82,23 @@ class StepTicket:
             np.ascontiguousarray(ids),
             np.ascontiguousarray(top).view(np.float32),
         )
+
+
+class ReplayTicket:
+    """A replay under way (see `plans.Ticket`): `ok` bool [rows of the program]."""
+
+    def __init__(self, ok: jax.Array, collect: Callable[[], None]):
+        self._ok = ok
+        self._collect = collect
+        self._ok.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return self._ok.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def result(self) -> StepResult:
+        ok = np.asarray(self._ok)[:1]
+        self._collect()
+        return StepResult(np.full(1, -1, np.int32), ok)
 
 
 class _Exported:
@@ -214,6 +232,9 @@ class DeviceRunner:
                 yield self._describe_decode(name, bucket)
             for bucket in self._limits.prefill_buckets:
                 yield self._describe_prefill(name, bucket)
+            longest = max(method.replay_lengths(self._limits.geometry.max_model_len), default=0)
+            for bucket in sorted({self._bucket(1, tokens) for tokens in range(1, longest + 1)}):
+                yield self._describe_replay(name, bucket)
             if method.evicts:
                 for phase, kept in sorted(self._compactions(method)):
                     yield self._describe_maintain(name, phase, kept)
@@ -280,6 +301,23 @@ class DeviceRunner:
 
     def _prefill_program(self, name: str, bucket: tuple[int, int]) -> Callable[..., Any]:
         return self._program(("prefill", name, bucket), lambda: self._describe_prefill(name, bucket))
+
+    def _bucket(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The smallest prefill program that takes so many rows and so many tokens of each."""
+        fitting = [b for b in self._limits.prefill_buckets if b[0] >= rows and b[1] >= tokens]
+        if not fitting:
+            raise ValueError(f"no program takes {tokens} tokens of each of {rows} rows")
+        return min(fitting, key=lambda b: (b[0] * b[1], b))
+
+    def _describe_replay(self, name: str, bucket: tuple[int, int]) -> Program:
+        def args() -> tuple:
+            return self._statics[name], self.weights, self.state, *self._replay_inputs(name, None, bucket)
+
+        label = f"replay[{name} tokens={bucket[1]}]"
+        return Program("replay", ("replay", name, bucket), label, steps.replay_chunk, args)
+
+    def _replay_program(self, name: str, bucket: tuple[int, int]) -> Callable[..., Any]:
+        return self._program(("replay", name, bucket), lambda: self._describe_replay(name, bucket))
 
     @functools.cached_property
     def _sampling_modes(self) -> tuple[int | None, ...]:
@@ -374,6 +412,19 @@ class DeviceRunner:
         updates = self._updates(((r.row, r.table_updates) for r in rows), width)
         return tokens, table, updates
 
+    def _replay_inputs(
+        self, name: str, plan: ReplayRow | None, bucket: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`tokens`, `rows` and `updates` of `steps.replay_chunk`."""
+        size, chunk = bucket
+        tokens, table = np.zeros((size, chunk), np.int32), np.zeros((size, 3), np.int32)
+        if plan is not None:
+            tokens[0, : len(plan.tokens)] = plan.tokens
+            table[0] = plan.row, len(plan.tokens), plan.index
+        updates = [] if plan is None else [(plan.row, plan.table_updates)]
+        width = (self._limits.geometry.pages(chunk) + 1) * self._tables_per_row(name)
+        return tokens, table, self._updates(updates, width)
+
     def _head_pages(self, name: str, pages: np.ndarray) -> np.ndarray:
         """int32 [n * head-pages per page] of page ids [n] of the method's granularity."""
         span = self._limits.geometry.head_pages_per_page(self._methods[name].granularity)
@@ -392,12 +443,16 @@ class DeviceRunner:
         return self._sample(logits, [(row.row, 1) for row in rows], [row.sampling for row in rows])
 
     def prefill(self, method: str, rows: list[PrefillRow]) -> StepTicket:
-        longest = max(len(row.tokens) for row in rows)
-        fitting = [b for b in self._limits.prefill_buckets if b[0] >= len(rows) and b[1] >= longest]
-        bucket = min(fitting, key=lambda b: (b[0] * b[1], b))
+        bucket = self._bucket(len(rows), max(len(row.tokens) for row in rows))
         inputs = self._prefill_inputs(method, rows, bucket)
         self.state, logits = self._prefill_program(method, bucket)(self.weights, self.state, *inputs)
         return self._sample(logits, [(row.row, row.sample) for row in rows], [row.sampling for row in rows])
+
+    def replay(self, method: str, plan: ReplayRow) -> ReplayTicket:
+        bucket = self._bucket(1, len(plan.tokens))
+        inputs = self._replay_inputs(method, plan, bucket)
+        self.state, ok = self._replay_program(method, bucket)(self.weights, self.state, *inputs)
+        return ReplayTicket(ok, self._settle_exports)
 
     def _sample(self, logits: jax.Array, rows: list[tuple[int, int]], sampling: list[SamplingRow]) -> StepTicket:
         """Submits the sampling of a step whose logits are under way. `rows` are (row, sample)."""

@@ -1,8 +1,9 @@
 """What runs next: admission, decode, bounded prefill, and the delivery of tokens.
 
-One iteration submits one decode program per method group and at most one prefill program; up to `max_inflight_steps`
-iterations are under way before the oldest is collected. The device keeps each row's last token, so a step never waits
-for the tokens of the one before; what a row turns out not to need (after end-of-sequence) is dropped on collection.
+One iteration submits one decode program per method group and at most one prefill program: prompt chunks, or a replay of
+a prompt that its method wants to see again before it compacts the row. Up to `max_inflight_steps` iterations are under
+way before the oldest is collected. The device keeps each row's last token, so a step never waits for the tokens of the
+one before; what a row turns out not to need (after end-of-sequence) is dropped on collection.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sparsejax.cache.pages import IntegrityError
 from sparsejax.errors import QueueTimeoutError, RequestError
 from sparsejax.launches import call_runner
 from sparsejax.lifecycle import Lifecycle, age, log
-from sparsejax.plans import DecodeRow, PrefillRow, StepResult, Ticket
+from sparsejax.plans import DecodeRow, PrefillRow, ReplayRow, StepResult, Ticket
 from sparsejax.prefill import Bucket
 from sparsejax.request import TokenEvent, TokenLogprob
 from sparsejax.rows import Sequence, State
@@ -133,8 +134,10 @@ class Scheduler(Lifecycle):
     # Prefill.
 
     def _prefill(self) -> bool:
-        """Submits at most one program of prompt chunks. Returns whether anything was submitted."""
+        """Submits at most one program of prompt chunks, or one replay. Returns whether anything was submitted."""
         candidates, restored = self._candidates()
+        if candidates and candidates[0].state is State.REPLAY:
+            return self._replay(candidates[0]) or restored
         decoding = any(seq.state is State.DECODE for seq in self.running)
         chosen = self.planner.choose(candidates, self.settings.stall_target_ms / 1e3 if decoding else None)
         if chosen is None:
@@ -150,9 +153,9 @@ class Scheduler(Lifecycle):
             seq.served_s = now
             seq.phase_due = "chunk"
             if seq.prefilled:
-                seq.state = State.DECODE
+                seq.state = State.REPLAY if seq.replaying else State.DECODE
                 seq.dispatched = seq.first_position + 1
-                seq.phase_due = "prompt"
+                seq.phase_due = None if seq.replaying else "prompt"
         for seq in submitted:
             self._after_step(seq)
         return restored or bool(submitted)
@@ -165,13 +168,38 @@ class Scheduler(Lifecycle):
         sampling = seq.sampling_row(seq.first_position)
         return PrefillRow(seq.row, tokens, seq.computed == 0, stop == seq.prefill_len, sampling, updates)
 
+    def _replay(self, seq: Sequence) -> bool:
+        """Submits the next replay of a prompt; after the last one the row is compacted and decodes."""
+        planned = self._plan([seq], self._plan_replay)
+        submitted = self._submit(lambda rows: self.runner.replay(seq.group.method, rows[0]), planned, None)
+        if not submitted or seq.pages is None:
+            return False
+        # What runs later may have the pages already. They stay promised to the replays that are left.
+        seq.pages.truncate(len(planned[0][1].tokens))
+        seq.replayed += 1
+        seq.served_s = self.clock()
+        if not seq.replaying:
+            seq.state = State.DECODE
+            seq.phase_due = "prompt"
+            self.memory.shrink(seq)
+        self._after_step(seq)
+        return True
+
+    def _plan_replay(self, seq: Sequence) -> ReplayRow | None:
+        if seq.pages is None:
+            return None
+        tokens = seq.group.facts.replay_ids(seq.group.prompt, seq.replayed)
+        return ReplayRow(seq.row, tokens, seq.replayed, seq.pages.append(len(tokens)))
+
     def _candidates(self) -> tuple[list[Sequence], bool]:
         """Choices of one method that may prefill now, most urgent first; admits and restores on the way.
+
+        If the most urgent one is to be replayed, it comes alone.
 
         Returns also whether a swapped-out choice came back.
         """
         now = self.clock()
-        queue = [seq for seq in self.running if seq.state is State.PREFILL]
+        queue = [seq for seq in self.running if seq.state in (State.PREFILL, State.REPLAY)]
         if self.memory.free_rows:
             queue += self.swapped
             queue += [seq for seq in self.waiting if seq.leader is None]
@@ -181,6 +209,10 @@ class Scheduler(Lifecycle):
         for seq in queue:
             if len(candidates) == self.planner.max_rows:
                 break
+            if seq.state is State.REPLAY:
+                if not candidates:
+                    return [seq], restored
+                continue
             joins = not candidates or seq.group.method == candidates[0].group.method
             if not joins and seq.state is not State.SWAPPED:
                 continue
@@ -198,7 +230,7 @@ class Scheduler(Lifecycle):
 
     def _urgency(self, seq: Sequence, now: float) -> float:
         """Class plus aging: those who lost their place, then begun prompts, then new ones; short work before long."""
-        rank = 2 if seq.preemptions and not seq.row else int(seq.state is State.PREFILL)
+        rank = 2 if seq.preemptions and not seq.row else int(seq.state in (State.PREFILL, State.REPLAY))
         short = seq.prefill_len - seq.computed <= self.planner.max_chunk
         return rank + short + (now - seq.served_s) / self.settings.starvation_bound_s
 
@@ -225,9 +257,9 @@ class Scheduler(Lifecycle):
                 return []
             half = len(planned) // 2
             return self._submit(call, planned[:half], bucket) + self._submit(call, planned[half:], bucket)
-        rows = [(seq, plan.sampling.position if getattr(plan, "sample", True) else None) for seq, plan in planned]
-        self.launches.add(self.step_number, ticket, rows, bucket)
-        self.metrics.iteration_tokens_total.observe(sum(len(p.tokens) for _, p in planned) if bucket else len(planned))
+        self.launches.add(self.step_number, ticket, [(seq, _sampled(plan)) for seq, plan in planned], bucket)
+        tokens = sum(1 if isinstance(plan, DecodeRow) else len(plan.tokens) for _, plan in planned)
+        self.metrics.iteration_tokens_total.observe(tokens)
         return [seq for seq, _ in planned]
 
     def _after_step(self, seq: Sequence) -> None:
@@ -271,6 +303,13 @@ class Scheduler(Lifecycle):
             self._finish(seq, "length", (token,), logprobs)
         else:
             self._emit(group, TokenEvent(group.request_id, seq.index, (token,), logprobs))
+
+
+def _sampled(plan: DecodeRow | PrefillRow | ReplayRow) -> int | None:
+    """Position within the completion of the token that a plan samples, if it samples one."""
+    if isinstance(plan, ReplayRow) or (isinstance(plan, PrefillRow) and not plan.sample):
+        return None
+    return plan.sampling.position
 
 
 def _logprobs(seq: Sequence, result: StepResult, i: int) -> tuple[TokenLogprob, ...] | None:

@@ -2,6 +2,7 @@
 
     state, outputs = decode_step(statics, weights, state, inputs)
     state, outputs = prefill_chunk(statics, weights, state, inputs)
+    state, ok = replay_chunk(statics, weights, state, tokens, rows, updates)
     state = maintain_step(statics, state, plan, kind=..., phase=..., kept=...)
 
 The state is donated: use the returned one. Shapes are static (the batch bucket, the chunk bucket, the table width);
@@ -136,6 +137,38 @@ def decode_logits(
       the new state, and float32 [batch, vocab].
     """
     return _decode_logits(statics, weights, state, rows, updates)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def replay_chunk(
+    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
+    """Runs tokens behind a row for the sake of what the method's `observe` sees of them, and forgets them.
+
+    Lengths, positions and token counts stay as they were: what was stored behind the row is not part of it.
+
+    Args:
+      statics: what the program is compiled for; the method must observe.
+      weights: the model's weights.
+      state: donated.
+      tokens: int32 [batch, chunk].
+      rows: int32 [batch, 3]: row, number of tokens, which replay this is. Padding has row 0 and no tokens.
+      updates: as in `DecodeInputs`; pages for all tokens must be in the table.
+
+    Returns:
+      the new state, and bool [batch]: False where the model's last hidden state is not finite.
+    """
+    name = statics.method.granularity.value
+    state = _update_tables(statics, state, updates)
+    rows, num_new, part = rows.T
+    table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
+    positions = state.positions[rows][:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    batch = Batch(rows, table, start, num_new, positions, tokens, part)
+    model = get_architecture(statics.spec.architecture)
+    cache = Cache(state.pools, state.page_aux, state.row_aux, state.request_aux)
+    stream, cache = layers(statics, "replay", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    ok = jnp.isfinite(stream.x + stream.delta).all(-1)
+    return state.replace(pools=cache.pools, page_aux=cache.page_aux, row_aux=cache.row_aux), ok
 
 
 def _where_rows(again: jax.Array, array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -330,7 +363,8 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
 
         def add(layer, total):
             assert method.survey is not None
-            return total + method.survey(method.params, context_of(layer, cache, *views(layer), None))
+            more = method.survey(method.params, context_of(layer, cache, *views(layer), None))
+            return jnp.maximum(total, more) if method.survey_reduction == "max" else total + more
 
         survey = jax.lax.fori_loop(1, geometry.num_layers, add, first)
     keep_rows = method.keep_rows

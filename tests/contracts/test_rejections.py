@@ -61,6 +61,21 @@ TABLE = [
     ("pyramidkv", "pyramid_budget_mode", "geometric"),
     ("pyramidkv", "pyramid_layer_ratios", (0.5, 2)),
     ("pyramidkv", "pyramid_layer_ratios", ()),
+    *(
+        ("kvzip", name, value)
+        for name in ("kvzip_token_budget", "kvzip_score_chunk_size")
+        for value in (0, *NOT_COUNTS)
+    ),
+    *(
+        ("kvzip", name, value)
+        for name in ("kvzip_prev_postfix_size", "kvzip_protect_sink", "kvzip_protect_recent")
+        for value in NOT_COUNTS
+    ),
+    ("kvzip", "kvzip_protect_sink", 4097),  # more than the budget
+    ("kvzip", "kvzip_protect_recent", 4097),
+    ("kvzip", "kvzip_variant", "per_token"),
+    ("kvzip", "kvzip_query_reduction", "sum"),
+    ("kvzip", "sink_keep_tokens", 4),  # its protected rows have names of their own
     *(("quest", "quest_chunk_size", value) for value in (0, *NOT_COUNTS)),
     *(("quest", "quest_skip_layers", value) for value in NOT_COUNTS),
     *(

@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsejax import registry, sampling, steps, transfers
 from sparsejax.arrays import is_spec
-from sparsejax.combine import with_granularity
+from sparsejax.combine import bound, with_granularity
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Weights
@@ -107,6 +107,7 @@ class Session:
       params: knobs.
       poison: what the pool, the null page and page aux hold before anybody writes to them.
       select: replaces the method's `select` hook.
+      encode: token ids of a text, for methods that ask for them.
     """
 
     def __init__(
@@ -124,10 +125,13 @@ class Session:
         params: dict | None = None,
         poison: float | None = None,
         select: Any = None,
+        encode: Callable[[str], list[int]] | None = None,
     ):
         self.method, self.storage = registry.resolve(method, params)
         if granularity is not None:
             self.method = with_granularity(self.method, granularity)
+        if encode is not None:
+            self.method = bound(self.method, encode)
         if select is not None:
             self.method = dataclasses.replace(self.method, select=select)
         self.spec = spec
@@ -270,6 +274,21 @@ class Session:
         self._free(old)
         record.pages, record.lengths, record.since = new, kept, 0
 
+    def _replay(self, row: int, prompt: list[int]) -> None:
+        """What the method wants to see of a prompt once more; pages of a replay are taken for it alone."""
+        record, width = self.rows[row], (self.geometry.pages(self.chunk) + 1) * int(np.prod(self.shape))
+        for index in range(len(self.method.replay_lengths(len(prompt)))):
+            ids = self.method.replay_ids(np.asarray(prompt, np.int32), index)
+            tokens, table = np.zeros((1, self.chunk), np.int32), np.array([[row, len(ids), index]], np.int32)
+            tokens[0, : len(ids)] = ids
+            before = copy.deepcopy(record)
+            inputs = tokens, table, self._pack(self._grow(row, len(ids)), width)
+            self.state, ok = run(steps.replay_chunk, self.statics, self.weights, self.state, *inputs)
+            assert ok.all()
+            known = {page for heads in before.pages for pages in heads for page in pages}
+            self.free[:0] = [page for heads in record.pages for pages in heads for page in pages if page not in known]
+            self.rows[row] = record = before
+
     def prefill(
         self,
         prompts: dict[int, list[int]],
@@ -318,7 +337,9 @@ class Session:
                     self._maintain(row, "chunk")
                     continue
                 logits[row] = np.asarray(out.logits[i])
-                self._maintain(row, "prompt")
+                if first or self.method.replays is None:  # what is appended to a replayed row stays
+                    self._replay(row, prompts[row])
+                    self._maintain(row, "prompt")
                 self.rows[row].since = self.rows[row].done = 0
         return logits
 
