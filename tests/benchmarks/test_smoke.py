@@ -175,6 +175,33 @@ def test_eviction_cost(tmp_path):
 
 
 @pytest.mark.slow
+def test_eviction_share(tmp_path):
+    methods = (
+        "snapkv(sink_keep_tokens=1,decode_keep_tokens=32,recent_keep_tokens=4,observation_window_size=2)",
+        "streamingllm(sink_keep_tokens=4,recent_keep_tokens=16)+quest(quest_chunk_size=16,quest_skip_layers=0)",
+        "streamingllm(sink_keep_tokens=0,recent_keep_tokens=16)+fp8_kv",
+    )
+    size = ("--model", "tiny", "--batches", 2, "--layers", 1, "--rounds", 2, "--kernels")
+    found = run("eviction_share", tmp_path, *size, "--methods", *methods)
+    assert found["left_out"] == {"streamingllm+fp8_kv": "it is stored as fp8_kv"}
+    assert not found["failed"]
+    snapkv, streaming = found["methods"].values()
+    assert set(found["methods"]) == {"snapkv", "streamingllm+quest"}
+    assert snapkv["histories"] == [32 * i for i in range(8)]
+    assert set(snapkv["chunk_extra_s"]) == {"0", "224"}
+    assert set(snapkv["compactions"]) == {"prompt"}
+    assert set(streaming["compactions"]) == {"prompt", "token"}
+    assert (snapkv["resident_tokens"], streaming["resident_tokens"]) == (37, 20)
+    prefill_s = found["dense"]["prefill_s"]["median"]
+    cost = snapkv["prompt_extra_s"] + snapkv["compactions"]["prompt"]["seconds"]["median"]
+    assert snapkv["prefill_share"] == pytest.approx(cost / prefill_s, rel=1e-3, abs=1e-5)
+    step, token = streaming["decode"]["2"], streaming["compactions"]["token"]
+    cost = step["extra_s"]["median"] + 2 * token["number"] * token["seconds"]["median"]
+    assert step["share"] == pytest.approx(cost / step["dense_step_s"]["median"], rel=1e-3, abs=1e-5)
+    assert token["number"] == pytest.approx(1 / 20)
+
+
+@pytest.mark.slow
 def test_sampling(tmp_path):
     size = ("--batches", 2, "--vocab", 500, "--calls", 2, "--rounds", 2, "--no-device-times")
     found = run("sampling", tmp_path, *size)["cases"]
