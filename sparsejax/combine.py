@@ -80,6 +80,9 @@ def compose(members: tuple[Method, ...]) -> Method:
         hooks["survey_reduction"] = next(member.survey_reduction for member in members if member.survey is not None)
     if any(member.evicts for member in members):
         hooks |= {"keep_rows": _keep_rows, "keep_count": _keep_count, "due": _due, "peak": _peak}
+    between = params.keeper("chunk")
+    if between is not None and between.prompt_peak is not None:
+        hooks["prompt_peak"] = _prompt_peak
     if any(member.on_hidden is not None for member in members):
         hooks |= {"on_hidden": _on_hidden, "hidden_layer": _hidden_layer}
     if selection is not None:
@@ -226,6 +229,13 @@ def _peak(params: Composed, lengths: np.ndarray, prompt_tokens: int, decode_toke
         return prompt + decode_tokens
     kept = retention.keep_count(retention.params, "prompt", prompt)
     return np.maximum(prompt, retention.peak(retention.params, kept, 0, decode_tokens))
+
+
+def _prompt_peak(params: Composed, lengths: np.ndarray, prompt_tokens: int, chunk_tokens: int) -> np.ndarray:
+    member = params.keeper("chunk")
+    assert member is not None
+    assert member.prompt_peak is not None
+    return member.prompt_peak(member.params, lengths, prompt_tokens, chunk_tokens)
 
 
 def _read_count(params: Composed, length: int, geometry: Geometry) -> float:

@@ -41,7 +41,8 @@ def row_cost(facts: MethodFacts, geometry: Geometry, tokens: int) -> RowCost:
     kept = np.broadcast_to(np.asarray(facts.kept_after("prompt", lengths), np.int32), lengths.shape)
     resident = int((-(-kept // geometry.page_size)).sum()) * width
     peak = np.broadcast_to(np.asarray(facts.peak_rows(np.zeros_like(lengths), tokens, 0), np.int32), lengths.shape)
-    peak = np.maximum(peak, tokens + max(facts.replay_lengths(tokens), default=0))
+    if replays := facts.replay_lengths(tokens):
+        peak = np.maximum(peak, tokens + max(replays))
     held = int((-(-peak // geometry.page_size)).sum()) * width
     compaction = 0 if (kept == lengths).all() else resident
     rows = round(float(kept.mean()))

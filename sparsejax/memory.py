@@ -29,6 +29,7 @@ class Memory:
     def __init__(self, limits: RunnerLimits) -> None:
         self.limits = limits
         self.geometry = limits.geometry
+        self.max_chunk = max(chunk for _, chunk in limits.prefill_buckets)
         self.pool = PagePool(limits.geometry, limits.num_sequence_pages)
         self.free_rows = list(range(limits.num_rows, 0, -1))
         self.holders: dict[int, Sequence] = {}  # by row
@@ -56,7 +57,8 @@ class Memory:
         """Most rows of each layer and head while tokens are appended to `lengths` (None: to nothing)."""
         shape = self.geometry.table_shape(facts.granularity)
         start = np.zeros(shape, np.int32) if lengths is None else lengths
-        return np.broadcast_to(np.asarray(facts.peak_rows(start, prompt_tokens, decode_tokens), np.int32), shape)
+        peak = facts.peak_rows(start, prompt_tokens, decode_tokens, self.max_chunk)
+        return np.broadcast_to(np.asarray(peak, np.int32), shape)
 
     def _pages(self, rows: np.ndarray) -> int:
         """Pages that hold so many rows of each layer and head."""
@@ -76,7 +78,8 @@ class Memory:
             kept = self.kept(facts, "prompt", held)
             start = held if kept is None else kept
         rows = np.maximum(held, self.peak(facts, start, left, window))
-        return np.maximum(rows, held + left + max(seq.group.replays[seq.replayed :], default=0))
+        replays = seq.group.replays[seq.replayed :]
+        return np.maximum(rows, held + left + max(replays)) if replays else rows
 
     def _needs(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> int:
         """Most pages the row holds, from `lengths` on, until `window` more tokens are decoded."""

@@ -304,6 +304,8 @@ class Method:
         decoding began); asked before `keep_count`.
       peak: host, most rows held in each layer and head, for an array of lengths, while a prompt is appended and then
         decoded.
+      prompt_peak: host, (params, lengths, prompt_tokens, chunk_tokens) -> most rows held while a prompt is appended in
+        chunks of at most so many tokens; None where nothing is due between chunks.
       read_count: host, rows that a decode step reads, averaged over layers and heads.
       page_size: host, page size in tokens that the method insists on, or None.
       check: host, reasons why this model and page size can't be served.
@@ -340,6 +342,7 @@ class Method:
     keep_count: Callable[[Any, Phase, np.ndarray], np.ndarray] = _keep_all
     due: Callable[[Any, Phase, int], bool] = _always
     peak: Callable[[Any, np.ndarray, int, int], np.ndarray] = _grow
+    prompt_peak: Callable[[Any, np.ndarray, int, int], np.ndarray] | None = None
     read_count: Callable[[Any, int, Geometry], float] = _read_all
     page_size: Callable[[Any], int | None] = lambda params: None
     check: Callable[[Any, Geometry], list[str]] = _no_checks
@@ -369,9 +372,16 @@ class Method:
         now: Any = phase
         return self.due(self.params, now, done_tokens)
 
-    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
-        """Most rows each layer and head holds while tokens are appended to `length` rows."""
-        return np.asarray(self.peak(self.params, np.asarray(length, np.int32), prompt_tokens, decode_tokens), np.int32)
+    def peak_rows(
+        self, length: np.ndarray, prompt_tokens: int, decode_tokens: int, chunk_tokens: int | None = None
+    ) -> np.ndarray:
+        """Most rows each layer and head holds while tokens are appended to `length` rows, prompts in such chunks."""
+        length = np.asarray(length, np.int32)
+        if chunk_tokens is None or not prompt_tokens or self.prompt_peak is None:
+            return np.asarray(self.peak(self.params, length, prompt_tokens, decode_tokens), np.int32)
+        prompt = np.minimum(length + prompt_tokens, self.prompt_peak(self.params, length, prompt_tokens, chunk_tokens))
+        decoded = self.peak(self.params, self.kept_after("prompt", prompt), 0, decode_tokens)
+        return np.maximum(prompt, decoded).astype(np.int32)
 
     def rows_read(self, length: int, geometry: Geometry) -> int:
         """Rows that a decode step at `length` reads, averaged over layers and heads."""

@@ -110,9 +110,14 @@ class MockMethod:
     def may_evict(self, phase: str, done_tokens: int) -> bool:
         return True
 
-    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+    def peak_rows(
+        self, length: np.ndarray, prompt_tokens: int, decode_tokens: int, chunk_tokens: int | None = None
+    ) -> np.ndarray:
         # Between chunks of unknown size nothing is promised to go: the whole prompt may come in one.
         peak = decoded = length + prompt_tokens
+        if self.window is not None and self.prompt_budget is None and prompt_tokens and chunk_tokens is not None:
+            due = int(length.max()) if length.size else 0
+            peak = decoded = np.minimum(peak, max(due, self.window + self.interval - 1) + chunk_tokens)
         if prompt_tokens and self.prompt_budget is not None:
             decoded = np.minimum(decoded, self.prompt_budget)
         decoded = decoded + decode_tokens

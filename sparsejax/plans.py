@@ -184,10 +184,13 @@ class MethodFacts(Protocol):
         """False if nothing is due after so many tokens of this prompt or this decoding, whatever the lengths."""
         ...
 
-    def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+    def peak_rows(
+        self, length: np.ndarray, prompt_tokens: int, decode_tokens: int, chunk_tokens: int | None = None
+    ) -> np.ndarray:
         """Most rows each layer and head holds while `prompt_tokens` are appended to `length` rows, then decoding.
 
-        With `prompt_tokens` 0 the row is decoding already, and what follows a prompt is behind it.
+        With `prompt_tokens` 0 the row is decoding already, and what follows a prompt is behind it. A prompt comes in
+        chunks of at most `chunk_tokens`, or of any size if that is None.
         """
         ...
 

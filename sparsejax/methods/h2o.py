@@ -67,6 +67,12 @@ def peak(params: Params, lengths: np.ndarray, prompt_tokens: int, decode_tokens:
     return np.maximum(prompt, decoded)
 
 
+def prompt_peak(params: Params, lengths: np.ndarray, prompt_tokens: int, chunk_tokens: int) -> np.ndarray:
+    if not params.h2o_prefill_compaction:
+        return lengths + prompt_tokens
+    return np.maximum(lengths, params.h2o_prefill_budget) + chunk_tokens
+
+
 def keep_rows(params: Params, context: EvictContext) -> jax.Array:
     return accumulated_scores.keep_rows(context, params.scoring.shared, params.h2o_recent_ratio)
 
@@ -87,6 +93,7 @@ def build(params: Params) -> Method:
         keep_rows=keep_rows,
         keep_count=keep_count,
         peak=peak,
+        prompt_peak=prompt_peak,
         chunk_dependent=params.h2o_prefill_compaction or not scoring.additive,
     )
 

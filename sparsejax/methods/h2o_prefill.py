@@ -40,6 +40,10 @@ def keep_count(params: Params, phase: Phase, lengths: np.ndarray) -> np.ndarray:
     return np.minimum(lengths, params.h2o_prefill_budget) if phase == "chunk" else lengths
 
 
+def prompt_peak(params: Params, lengths: np.ndarray, prompt_tokens: int, chunk_tokens: int) -> np.ndarray:
+    return np.maximum(lengths, params.h2o_prefill_budget) + chunk_tokens
+
+
 def keep_rows(params: Params, context: EvictContext) -> jax.Array:
     return accumulated_scores.keep_rows(context, params.scoring.shared, params.h2o_recent_ratio)
 
@@ -72,6 +76,7 @@ def build(params: Params) -> Method:
         observe=accumulated_scores.observe,
         keep_rows=keep_rows,
         keep_count=keep_count,
+        prompt_peak=prompt_peak,
         refuses=refuses,
         chunk_dependent=True,
     )

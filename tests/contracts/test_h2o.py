@@ -12,6 +12,8 @@ import pytest
 from sparsejax import registry
 from sparsejax.accumulated_scores import SCORES
 from sparsejax.errors import MethodError
+from sparsejax.memory import Memory
+from sparsejax.mock import MockRunner
 from sparsejax.state import POSITIONS
 from tests.contracts.compositions import small
 from tests.core.harness import Row, Session, tokens_of
@@ -205,6 +207,20 @@ def test_a_second_turn_is_the_same_on_rows_put_there_by_hand(name):
         np.testing.assert_allclose(talk(other, turn), talk(first, turn), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(other.all_positions(1), first.all_positions(1))
     np.testing.assert_allclose(other.scores(1), first.scores(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["h2o", "h2o+h2o_prefill", "h2o_prefill"])
+def test_a_long_prompt_needs_pages_for_its_budget_and_one_chunk(name):
+    session, chunk, prompt = Session("dense"), 16, 400
+    limits = MockRunner(num_sequence_pages=64, prefill_buckets=((1, 8), (1, chunk))).limits
+    memory = Memory(dataclasses.replace(limits, geometry=session.geometry))
+    method = registry.resolve(name, small(name))[0]
+    pages = session.geometry.pages
+    kept = pages(17)  # of a compaction
+    decoded = 0 if "h2o" in name.split("+") else 8 - 1
+    assert memory.pages_alone(method, prompt, 8) == pages(17 + chunk + decoded) + kept
+    off = small("h2o") | {"h2o_prefill_compaction": False}
+    assert memory.pages_alone(registry.resolve("h2o", off)[0], prompt, 8) == pages(prompt) + pages(11)
 
 
 def test_scores_of_earlier_turns_count():

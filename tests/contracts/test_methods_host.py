@@ -54,7 +54,9 @@ def test_rows_never_pass_the_promised_peak(name, knobs, turns, cut):
     for prompt, decode in turns:
         promise = method.peak_rows(length, prompt, decode)
         assert (promise <= length + prompt + decode).all()
-        most = length
+        tighter = method.peak_rows(length, prompt, decode, cut)  # told the longest chunk
+        assert (tighter <= promise).all()
+        promise, most = tighter, length
         for begin in range(0, prompt, cut):
             length = length + min(cut, prompt - begin)
             most = np.maximum(most, length)

@@ -704,7 +704,9 @@ def test_an_impasse_ends_one_request_and_not_the_engine(monkeypatch: pytest.Monk
 
 def test_a_method_that_understates_its_peak_is_held_anyway() -> None:
     class Liar(MockMethod):
-        def peak_rows(self, length: np.ndarray, prompt_tokens: int, decode_tokens: int) -> np.ndarray:
+        def peak_rows(
+            self, length: np.ndarray, prompt_tokens: int, decode_tokens: int, chunk_tokens: int | None = None
+        ) -> np.ndarray:
             return np.ones_like(length)
 
     bench = Bench(methods=(Liar(),), num_sequence_pages=24, num_rows=4)

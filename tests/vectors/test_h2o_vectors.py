@@ -170,6 +170,8 @@ def test_lengths(name):
             assert length == entry["length_after"]
         assert done == prompt
         assert most == case["expected"]["peak_length"] <= case["expected"]["peak_bound"]
+        bound = method.peak_rows(np.zeros((1, 1)), prompt, 0, chunk)
+        assert bound.tolist() == [[case["expected"]["peak_bound"]]]
     session = Session(composition, params=params, max_len=128, num_rows=1, chunk=chunk)
     session.prefill({1: tokens_of(1, prompt)})
     assert session.rows[1].length == case["expected"]["chunks"][-1]["length_after"]
