@@ -47,11 +47,13 @@ class Plan:
         rows than were decoded. What never happens is left out.
       resident: int32 [layers, heads], rows that decode steps find: after a compaction, or once the prompt is done if
         there is none while decoding.
+      replays: tokens of each forward pass that the prompt needs once more before it is compacted.
     """
 
     histories: tuple[float, ...]
     compactions: dict[str, Compaction]
     resident: np.ndarray
+    replays: tuple[int, ...] = ()
 
     @property
     def mean_resident(self) -> int:
@@ -94,7 +96,7 @@ def plan(method: Any, geometry: Any, context: int, chunk: int, decode_tokens: in
             found["token"] = dataclasses.replace(last, number=last.number / (observed_from - first_done))
         else:
             del found["token"]  # `decode_tokens` are too few for another one
-    return Plan(tuple(histories), found, resident)
+    return Plan(tuple(histories), found, resident, method.replay_lengths(context))
 
 
 def _compaction(

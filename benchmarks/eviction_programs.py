@@ -53,6 +53,12 @@ def spread_rows(params: Any, context: EvictContext) -> jax.Array:
     return (jnp.arange(context.kept, dtype=jnp.int32) * context.length // context.kept)[None]
 
 
+def geometry_of(spec: Any, shape: Shape, methods: dict[str, Any]) -> Any:
+    """With room for the prompt, what methods put behind it, and a page of new tokens."""
+    longest = max(max(method.replay_lengths(shape.context), default=0) for method in methods.values())
+    return spec.geometry(shape.page, step_timing.window(shape.context + longest, shape.page))
+
+
 @jax.jit
 def fresh(arrays: Any) -> Any:
     """Copies, which may be donated."""
@@ -99,7 +105,7 @@ class Bench:
     ) -> None:
         self.spec, self.weights, self.shape = spec, weights, shape
         self.storage, self.implementation = storage, implementation
-        self.geometry = spec.geometry(shape.page, step_timing.window(shape.context, shape.page))
+        self.geometry = geometry_of(spec, shape, methods)
         plans = {
             name: eviction_plan.plan(method, self.geometry, shape.context, shape.chunk, shape.answer)
             for name, method in methods.items()
@@ -184,6 +190,11 @@ class Bench:
                 yield self._program(
                     (name, "step", batch), steps.decode_logits, side, (self.weights,), (rows, no_updates)
                 )
+            if side.plan.replays:
+                longest = max(side.plan.replays)
+                padded = np.zeros((1, 1 << (longest - 1).bit_length()), np.int32)
+                rest = padded, np.asarray([[1, longest, 0]], np.int32), no_updates
+                yield self._program((name, "replay"), steps.replay_chunk, side, (self.weights,), rest)
             for when, compaction in side.plan.compactions.items():
                 static = {"phase": compaction.phase, "kept": int(compaction.kept[compaction.due].max())}
                 rest = (self._inputs(side.method, compaction),)
@@ -271,6 +282,17 @@ class Bench:
 
         whole = self._timed(run, 1)
         return lambda: whole() / self.shape.steps
+
+    def replay(self, name: str) -> Callable[[], float]:
+        """The longest replay of a whole prompt, in a program whose tokens are a power of two."""
+        side, key = self.sides[name], (name, "replay")
+        start = self._start(side, self.shape.context, self.shape.context)
+
+        def run() -> None:
+            state, _ = self._calls[key](self.weights, self._whole(side, fresh(start)), *self._rest[key])
+            self._keep(side, state)
+
+        return self._timed(run, 1)
 
     def compaction(self, name: str, when: str, part: str, repeats: int = 4) -> Callable[[], float]:
         """One compaction (see `Plan.compactions`): "whole" or only "moving"."""

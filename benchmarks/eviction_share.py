@@ -7,10 +7,10 @@ By default every member of the registry that evicts, at its defaults, which suit
 while decoding only if told to. Random weights; the KV state is filled directly. Measured are a prompt chunk without
 history and the last one of the prompt, compactions after a chunk, the prompt and a token, from and to the lengths that
 the method's host arithmetic says, and decode steps at the length that is left; chunks and steps beside dense ones of
-the same length, in turn: the difference is what the method's hooks add. What happens once in a prompt counts with the
-prefill, even where it is the first compaction of the answer. Between the two measured histories a
-chunk's time is a straight line. Programs have `--layers` layers and differences are scaled up to the model's, but the
-dense prefill and the dense steps that shares are of, which have all layers.
+the same length, in turn: the difference is what the method's hooks add. A prompt that is read once more is read once
+more. What happens once in a prompt counts with the prefill, even where it is the first compaction of the answer.
+Between the two measured histories a chunk's time is a straight line. Programs have `--layers` layers and times are
+scaled up to the model's, but the dense prefill and the dense steps that shares are of, which have all layers.
 
 A compaction's "moving" is the same program with rows chosen for nothing; the rest is scores and choice. Its floor is
 the kept rows read and written at the bandwidth of a device copy; "key read" is the time to read all keys once.
@@ -54,10 +54,10 @@ def named(compositions: Sequence[str]) -> dict[str, str]:
 
 def methods_of(compositions: dict[str, str], spec: Any, shape: Any) -> tuple[dict[str, Any], Any, dict[str, str]]:
     """Methods by name, the storage that all share, and why others are left out."""
+    from benchmarks.eviction_programs import geometry_of
     from sparsejax import combine, registry
     from sparsejax.errors import MethodError
 
-    geometry = spec.geometry(shape.page, step_timing.window(shape.context, shape.page))
     dense, storage = registry.resolve(DENSE)
     found, refused = {DENSE: dense}, {}
     for name, text in compositions.items():
@@ -66,7 +66,8 @@ def methods_of(compositions: dict[str, str], spec: Any, shape: Any) -> tuple[dic
         except MethodError as error:
             refused[name] = str(error)
             continue
-        reasons = method.check(method.params, geometry)
+        method = combine.bound(method, lambda words: encode(words, spec.vocab_size))
+        reasons = method.check(method.params, geometry_of(spec, shape, {name: method}))
         if method.page_size(method.params) not in (None, shape.page):
             reasons = [*reasons, f"it wants pages of {method.page_size(method.params)} tokens"]
         if stored != storage:
@@ -74,7 +75,7 @@ def methods_of(compositions: dict[str, str], spec: Any, shape: Any) -> tuple[dic
         if reasons:
             refused[name] = "; ".join(reasons)
             continue
-        found[name] = combine.bound(method, lambda words: encode(words, spec.vocab_size))
+        found[name] = method
     return found, storage, refused
 
 
@@ -102,6 +103,7 @@ class Rounds:
     dense_steps: dict[str, dict[int, list[float]]]
     compactions: dict[str, dict[tuple[str, str], list[float]]]
     scale: float
+    replays: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
 def judge(bench: Any, name: str, rounds: Rounds, reference: dict[str, Any], bandwidth: float) -> dict[str, Any]:
@@ -132,7 +134,11 @@ def judge(bench: Any, name: str, rounds: Rounds, reference: dict[str, Any], band
             "number": compaction.number,
         }
     cost = {when: entry["seconds"]["median"] * entry["number"] for when, entry in compactions.items()}
-    evicting = sum(cost.get(when, 0.0) for when in ONCE)
+    again = {}
+    if plan.replays:
+        again = common.summary([value * scale for value in rounds.replays[name]])
+        again |= {"number": len(plan.replays), "tokens": max(plan.replays)}
+    evicting = sum(cost.get(when, 0.0) for when in ONCE) + len(plan.replays) * again.get("median", 0.0)
     prefill_s = reference["prefill_s"]["median"]
     decode = {}
     for batch, samples in rounds.steps[name].items():
@@ -146,6 +152,7 @@ def judge(bench: Any, name: str, rounds: Rounds, reference: dict[str, Any], band
         "chunk_extra_s": {str(history): value for history, value in added.items()},
         "prompt_extra_s": in_chunks,
         "compactions": compactions,
+        "replays": again,
         "prefill_share": (in_chunks + evicting) / prefill_s,
         "prefill_over_dense": 1.0 + (dense_chunks - full_chunks + in_chunks + evicting) / prefill_s,
         "decode": decode,
@@ -153,7 +160,7 @@ def judge(bench: Any, name: str, rounds: Rounds, reference: dict[str, Any], band
     }
 
 
-HEADER = ("method", "chunk +ms", "prompt +ms", "compactions ms", "prefill share", "prefill/dense")
+HEADER = ("method", "chunk +ms", "prompt +ms", "compactions ms", "replays ms", "prefill share", "prefill/dense")
 COMPACTIONS = ("method", "after", "rows", "kept", "number", "ms", "spread", "moving", "choosing", "floor", "key read")
 STEPS = ("method", "rows", "batch", "step +ms", "from", "to", "dense ms", "compactions ms", "share")
 
@@ -165,7 +172,8 @@ def print_tables(found: dict[str, Any]) -> None:
         in_prompt = sum(done[p]["seconds"]["median"] * done[p]["number"] for p in ONCE if p in done)
         last = list(entry["chunk_extra_s"].values())[-1]["median"]
         shares = f"{entry['prefill_share']:.2%}", f"{entry['prefill_over_dense']:.3f}"
-        prompts.append((name, _ms(last), _ms(entry["prompt_extra_s"]), _ms(in_prompt), *shares))
+        again = entry["replays"]["median"] * entry["replays"]["number"] if entry["replays"] else 0.0
+        prompts.append((name, _ms(last), _ms(entry["prompt_extra_s"]), _ms(in_prompt), _ms(again), *shares))
         for when, one in done.items():
             numbers = f"{one['rows_before']:,.0f}", f"{one['rows_kept']:,.0f}", f"{one['number']:.4g}"
             times = one["moving_s"]["median"], one["choosing_s"], one["floor_s"], one["key_read_s"]
@@ -231,7 +239,9 @@ def measure(bench: Any, scale: float, arguments: Any, facts: list[Any]) -> Round
             {case: bench.compaction(*case) for case in parts}, arguments, facts
         ).items():
             compactions[name][when, part] = samples
-    return Rounds(chunks, steps, dense, compactions, scale)
+    again = {name: bench.replay(name) for name in evicting if bench.sides[name].plan.replays}
+    replays = alternated(again, arguments, facts) if again else {}
+    return Rounds(chunks, steps, dense, compactions, scale, replays)
 
 
 def show_kernels(bench: Any, name: str) -> None:

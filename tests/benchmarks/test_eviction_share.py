@@ -11,7 +11,7 @@ import pytest
 from benchmarks import eviction_plan, eviction_share
 from benchmarks.eviction_programs import Bench, Shape
 from sparsejax import registry
-from sparsejax.combine import with_granularity
+from sparsejax.combine import bound, with_granularity
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import Method
 from sparsejax.models.load import dummy
@@ -111,6 +111,8 @@ def bench():
 
     methods = {"dense": dense, "snapkv": snapkv, "uneven": UNEVEN, "late": LATE}
     methods["snapkv per head"] = with_granularity(snapkv, Granularity.HEAD)
+    kvzip, _ = registry.resolve("kvzip(kvzip_token_budget=32,kvzip_score_chunk_size=32,kvzip_prev_postfix_size=8)")
+    methods["kvzip"] = bound(kvzip, lambda text: eviction_share.encode(text, spec.vocab_size))
     methods["broken"] = dataclasses.replace(UNEVEN, keep_rows=broken)
     found = Bench(spec, dummy.dummy_weights(spec), SHAPE, methods, storage, None)
     found.failed = found.compile()
@@ -124,10 +126,10 @@ def lengths(bench, name):
 def test_a_method_that_fails_leaves_the_others(bench):
     assert set(bench.failed) == {"broken"}
     assert "this method does not work" in bench.failed["broken"]
-    assert set(bench.sides) == {"dense", "snapkv", "uneven", "late", "snapkv per head"}
+    assert set(bench.sides) == {"dense", "snapkv", "uneven", "late", "snapkv per head", "kvzip"}
 
 
-@pytest.mark.parametrize("name", ["dense", "snapkv", "uneven", "late", "snapkv per head"])
+@pytest.mark.parametrize("name", ["dense", "snapkv", "uneven", "late", "snapkv per head", "kvzip"])
 def test_measurements_repeat_from_one_state(bench, name):
     for _ in range(2):
         assert bench.chunk(name, 96)() > 0
@@ -144,12 +146,18 @@ def test_measurements_repeat_from_one_state(bench, name):
             assert (lengths(bench, name)[..., 1] == compaction.kept).all()
 
 
+def test_a_replay_leaves_no_rows(bench):
+    assert bench.sides["kvzip"].plan.replays == (5 + 32, 5 + 40, 5 + 40, 5 + 40)
+    assert bench.replay("kvzip")() > 0
+    assert lengths(bench, "kvzip")[0, 0].tolist() == [0, 128, 0]
+
+
 def test_a_whole_prompt_is_all_its_chunks(bench):
     assert bench.prompt("dense")() > 0
     assert lengths(bench, "dense").tolist() == [[[0, 128, 0]]]
 
 
-@pytest.mark.parametrize("name", ["dense", "snapkv", "uneven", "late", "snapkv per head"])
+@pytest.mark.parametrize("name", ["dense", "snapkv", "uneven", "late", "snapkv per head", "kvzip"])
 def test_no_page_has_two_owners(bench, name):
     side = bench.sides[name]
     table = bench._start(side, 1, 1)[0][side.method.granularity.value]
@@ -193,6 +201,17 @@ def test_shares_add_up(bench):
     assert prompt["key_read_s"] == pytest.approx(128 * 4 * 32 * 4 * 3 / 1e9)
     # 0.03 s more a step, and two rows that are compacted every 8 tokens in 0.24 s.
     assert found["decode"]["2"]["share"] == pytest.approx((0.03 + 2 * 0.24 / 8) / 0.1)
+
+
+def test_reading_a_prompt_once_more_counts_with_the_prefill(bench):
+    chunks = {name: {0: [1.0], 96: [1.5]} for name in ("dense", "kvzip")}
+    whole = {("prompt", "whole"): [0.25], ("prompt", "moving"): [0.25]}
+    steps = {"kvzip": {2: [0.02]}}
+    rounds = eviction_share.Rounds(chunks, steps, steps, {"kvzip": whole}, 2.0, {"kvzip": [0.5]})
+    reference = {"prefill_s": {"median": 5.0}, "steps": {(2, 32): {"median": 0.1}}}
+    found = eviction_share.judge(bench, "kvzip", rounds, reference, bandwidth=1e9)
+    assert (found["replays"]["number"], found["replays"]["tokens"], found["replays"]["median"]) == (4, 45, 1.0)
+    assert found["prefill_share"] == pytest.approx((0.5 + 4 * 1.0) / 5)
 
 
 def test_a_method_that_shortens_its_prompt_is_given_credit(bench):
