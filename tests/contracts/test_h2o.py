@@ -174,6 +174,16 @@ def test_alone_it_compacts_between_chunks_as_if_composed():
     np.testing.assert_array_equal(alone.scores(1), composed.scores(1))
 
 
+def test_beside_another_prefill_method_it_only_scores_chunks():
+    everything = "flashprefill_v2(flashprefill_v2_abs_threshold=0)"
+    alone, composed = Watched("h2o(h2o_prefill_compaction=false)"), Watched(f"h2o+{everything}")
+    for turn in range(len(TURNS)):
+        np.testing.assert_allclose(talk(composed, turn), talk(alone, turn), rtol=1e-4, atol=1e-4)
+    assert "chunk" not in {step.phase for step in composed.steps if step.after.shape != step.before.shape}
+    np.testing.assert_array_equal(composed.all_positions(1), alone.all_positions(1))
+    np.testing.assert_allclose(composed.scores(1), alone.scores(1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["h2o", "h2o(h2o_decode_eviction=false)", "h2o_prefill", PAPER])
 def test_a_second_turn_is_the_same_on_rows_put_there_by_hand(name):
     first = Watched(name)
