@@ -223,7 +223,12 @@ def _cpu_name() -> str:
 
 def prose() -> str:
     """About 22,000 tokens of public-domain English (tests/data/README.md)."""
-    return "\n\n".join((ROOT / "tests" / "data" / name).read_text("utf-8").strip() for name in TEXTS)
+    return "\n\n".join(map(prose_of, TEXTS))
+
+
+def prose_of(name: str) -> str:
+    """One of `TEXTS`."""
+    return (ROOT / "tests" / "data" / name).read_text("utf-8").strip()
 
 
 def windows(ids: Sequence[int], count: int, size: int) -> list[list[int]]:

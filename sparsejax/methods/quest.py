@@ -145,11 +145,15 @@ def sized(rows: int) -> Params:
 
 PARAMS = Params
 NOTES = {
-    "Keeps": "Everything. A decoded token reads, per KV head, the pages whose keys could match its query best, up to "
-    "S + K + R = `sink_keep_tokens` + `decode_keep_tokens` + `recent_keep_tokens` rows, and always the current page. The "
-    "first `quest_skip_layers` layers read all.",
+    "Keeps": """
+        Everything. A decoded token reads, per KV head, the pages whose keys could match its query best, up to S + K + R
+        = `sink_keep_tokens` + `decode_keep_tokens` + `recent_keep_tokens` rows, and always the current page. The first
+        `quest_skip_layers` layers read all.
+    """,
     "Acts": "In every decode step. Prompts are computed densely.",
-    "Costs": "All rows, and two bounds per page: 1 / page size more memory than dense attention. A step reads the bounds "
-    "and the rows of the budget.",
+    "Costs": """
+        All rows, and two bounds per page: 1 / page size more memory than dense attention. A step reads the bounds and
+        the rows of the budget.
+    """,
     "Use it": "When memory suffices and time does not: nothing is ever lost, so any later turn can ask for anything.",
 }
