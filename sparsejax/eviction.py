@@ -17,6 +17,9 @@ from sparsejax.pallas_kernels.layout import explicit_view
 LOWEST = -(2**31)
 """Key of rows that are not there, below that of every score."""
 
+DIGIT_BITS = 2
+"""Bits of a key that are found at once: fewer steps wait for one another, more keys are compared."""
+
 
 def record_queries(ring: jax.Array, written: Written, window: int) -> jax.Array:
     """Keeps the last `window` queries of each request; a query at position p lies in slot p mod window.
@@ -171,13 +174,17 @@ def choose_counted_rows(
     keys = jnp.where(competing, _ordered_keys(scores), jnp.int32(2**31 - 1))
     keys = jnp.where(index[None] < length, keys, LOWEST)
 
-    def step(i, threshold):
-        candidate = threshold ^ (jnp.int32(1) << (31 - i))  # the first step clears the sign bit of LOWEST
-        enough = (keys >= candidate[:, None]).sum(1, dtype=jnp.int32) >= counts
-        return jnp.where(enough, candidate, threshold)
+    digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32)
 
-    # The key of the last row that stays, bit by bit: counts are data, and a sort would cost more.
-    threshold = jax.lax.fori_loop(0, 32, step, jnp.full(heads, LOWEST, jnp.int32))[:, None]
+    def step(i, threshold):
+        shift = 32 - DIGIT_BITS * (i + 1)
+        tried = threshold[:, None] + (digits << shift)[None]  # wraps around for the first digit, from LOWEST upwards
+        enough = (keys[:, None] >= tried[:, :, None]).sum(2, dtype=jnp.int32) >= counts[:, None]
+        return threshold + (enough.sum(1, dtype=jnp.int32) << shift)  # what holds for a digit holds for lower ones
+
+    # The key of the last row that stays, digit by digit: counts are data, and a sort would cost more.
+    lowest = jnp.full(heads, LOWEST, jnp.int32)
+    threshold = jax.lax.fori_loop(0, 32 // DIGIT_BITS, step, lowest)[:, None]
     above, equal = keys > threshold, keys == threshold
     missing = counts[:, None] - above.sum(1, keepdims=True, dtype=jnp.int32)
     stays = above | equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= missing)
