@@ -88,7 +88,7 @@ def compose(members: tuple[Method, ...]) -> Method:
     if selection is not None:
         hooks |= {"select": _select, "read_count": _read_count}
     if prefill is not None and prefill.attend_prefill is not None:
-        hooks["attend_prefill"] = _attend_prefill
+        hooks |= {"attend_prefill": _attend_prefill, "attends_end": prefill.attends_end}
     return dataclasses.replace(composed, **hooks)
 
 

@@ -197,16 +197,19 @@ def _layer(
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
         box["cache"] = cache = observe(statics, phase, layer, batch, cache, grown, view.lengths, q)
         names = payload_names(cache)
-        if phase == "prefill" and not ends and method.attend_prefill is not None:
+        if phase == "prefill" and method.attend_prefill is not None and (method.attends_end or not ends):
+            pick = functools.partial(_last_tokens, batch.num_new)
+            asking = q, batch.positions
+            queries, query_at = (pick(x)[:, None] for x in asking) if ends else asking
             context = PrefillContext(
                 geometry=geometry,
                 role=role,
                 layer=layer,
-                queries=q,
+                queries=queries,
                 view=grown,
-                start=view.lengths,
-                num_new=batch.num_new,
-                positions=batch.positions,
+                start=grown.lengths - 1 if ends else view.lengths,
+                num_new=jnp.minimum(batch.num_new, 1) if ends else batch.num_new,
+                positions=query_at,
                 pools=cache.pools,
                 names=names,
                 load_tile=load_tile(statics),
@@ -215,7 +218,7 @@ def _layer(
                 implementation=statics.implementation,
             )
             out, box["carry"] = method.attend_prefill(method.params, context)
-            return out
+            return out[:, 0] if ends else out
         if not decoding and not ends:
             out, _ = api.prefill_attention(q, cache.pools, names, grown, view.lengths, **attention)
             return out

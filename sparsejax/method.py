@@ -293,7 +293,9 @@ class Method:
       hidden_layer: (params, num_layers) -> layer index.
       select: device hook, which pages a decode query may read; None reads everything.
       attend_prefill: device hook, attention of a prompt chunk: (out [batch, chunk, q_heads, head_dim], carry). None is
-        causal attention to everything. The last layer, where only each row's last token attends, is not asked.
+        causal attention to everything.
+      attends_end: `attend_prefill` is asked in the last layer too, where only each row's last token attends: a chunk of
+        one query, which isn't all that was stored. Otherwise that token reads everything.
       survey: device hook, called for every layer before rows are chosen in any; `keep_rows` gets what all layers say
         together.
       survey_reduction: how: "sum" or "max".
@@ -318,7 +320,7 @@ class Method:
       replay_tokens: host, (params, prompt, index) -> int32 token ids of one of them.
       bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
       pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
-        True when nothing is ever evicted.
+        True when nothing is ever evicted and chunks don't matter.
     """
 
     name: str
@@ -335,6 +337,7 @@ class Method:
     on_hidden: Callable[[Any, HiddenContext], Aux] | None = None
     hidden_layer: Callable[[Any, int], int] = _last_layer
     attend_prefill: Callable[[Any, PrefillContext], tuple[jax.Array, Any]] | None = None
+    attends_end: bool = False
     select: Callable[[Any, SelectContext], Selection] | None = None
     survey: Callable[[Any, EvictContext], jax.Array] | None = None
     survey_reduction: Literal["sum", "max"] = "sum"
@@ -358,7 +361,7 @@ class Method:
 
     @property
     def pure_prefix(self) -> bool:
-        return not self.evicts
+        return not self.evicts and not self.chunk_dependent
 
     # The host's view (plans.MethodFacts): integers in, integers out.
 

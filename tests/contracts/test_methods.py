@@ -162,7 +162,8 @@ def run_turns(name: str) -> tuple[Session, Reads, dict[int, np.ndarray], bool]:
             reads.appended(prompt[done - begin : seen - begin], before)
 
         found = session.prefill({1: prompt}, pieces=[2] if turn else [13, 11], first=not turn, on_chunk=note_chunk)
-        logits[len(reads.tokens) - 1] = found[1]
+        if not session.method.attends_end:  # else it read what another layer chose
+            logits[len(reads.tokens) - 1] = found[1]
         for token in answer:
             reads.before = {of: session.positions(1, *of) for of in rows}
             SELECTED.clear()

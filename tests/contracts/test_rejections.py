@@ -76,6 +76,15 @@ TABLE = [
     ("kvzip", "kvzip_variant", "per_token"),
     ("kvzip", "kvzip_query_reduction", "sum"),
     ("kvzip", "sink_keep_tokens", 4),  # its protected rows have names of their own
+    *(
+        ("omnikv_prefill", f"omnikv_prefill_{name}_tokens", value)
+        for name in ("keep", "sink_keep", "recent_keep")
+        for value in NOT_COUNTS
+    ),
+    *(
+        ("omnikv_prefill", "omnikv_prefill_full_attention_layers", value)
+        for value in (1, (), (1, 2), (0, 1, 1), (0, -1), (0, 1.5), (0, True), None, "first", "0,-1", "")
+    ),
     *(("quest", "quest_chunk_size", value) for value in (0, *NOT_COUNTS)),
     *(("quest", "quest_skip_layers", value) for value in NOT_COUNTS),
     *(
