@@ -71,6 +71,7 @@ def compose(members: tuple[Method, ...]) -> Method:
         page_size=_page_size,
         check=_check,
         chunk_dependent=any(member.chunk_dependent for member in members),
+        private_rows=any(member.private_rows for member in members),
     )
     joined = {"on_write": _on_write, "observe": _observe, "survey": _survey, "bind": _bind}
     hooks: dict[str, Any] = {name: hook for name, hook in joined.items() if params.with_hook(name)}

@@ -313,6 +313,7 @@ class Method:
       check: host, reasons why this model and page size can't be served.
       refuses: host, reasons why it can't be composed with these other members, from what they declare.
       chunk_dependent: results depend on how a prompt is cut into chunks.
+      private_rows: what is kept beside a stored row goes on changing, so its page can't be shared by forks.
       replays: host, (params, prompt_tokens) -> tokens of each forward pass that a prompt needs once more behind itself
         before it is compacted, so that `observe` sees what their queries think of its rows (phase "replay"). Their rows
         are dropped again and `on_write` is not told of them. None, or an empty tuple, where nothing is replayed. A
@@ -320,7 +321,7 @@ class Method:
       replay_tokens: host, (params, prompt, index) -> int32 token ids of one of them.
       bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
       pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
-        True when nothing is ever evicted and chunks don't matter.
+        True when nothing is ever evicted or changed, and chunks don't matter.
     """
 
     name: str
@@ -351,6 +352,7 @@ class Method:
     check: Callable[[Any, Geometry], list[str]] = _no_checks
     refuses: Callable[[Any, tuple[Method, ...]], list[str]] = _no_refusals
     chunk_dependent: bool = False
+    private_rows: bool = False
     replays: Callable[[Any, int], tuple[int, ...]] | None = None
     replay_tokens: Callable[[Any, np.ndarray, int], np.ndarray] | None = None
     bind: Callable[[Any, Callable[[str], list[int]]], Any] | None = None
@@ -361,7 +363,7 @@ class Method:
 
     @property
     def pure_prefix(self) -> bool:
-        return not self.evicts and not self.chunk_dependent
+        return not (self.evicts or self.private_rows or self.chunk_dependent)
 
     # The host's view (plans.MethodFacts): integers in, integers out.
 

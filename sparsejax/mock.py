@@ -91,6 +91,7 @@ class MockMethod:
     yields: bool = False
     final_chunk: int = 1
     replay_chunk: int | None = None
+    private_rows: bool = False
 
     @property
     def evicts(self) -> bool:

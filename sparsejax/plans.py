@@ -176,6 +176,11 @@ class MethodFacts(Protocol):
         """False if `kept_after` returns its argument for every phase and length."""
         ...
 
+    @property
+    def private_rows(self) -> bool:
+        """What is kept beside a stored row goes on changing: rows that choices have in common can't share pages."""
+        ...
+
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows that stay once `phase` (see `MaintainRow`) is over; equal to `length` if nothing is due."""
         ...

@@ -150,21 +150,20 @@ class RowPages:
         self._pool.free(self.granularity, old)
         return before - self.count
 
-    def fork(self) -> tuple[RowPages, tuple[tuple[int, int], ...]]:
-        """A second owner of the same rows: full pages are shared, partial ones get (from, to) copies."""
-        partial = self.lengths % self.page_size > 0
-        full = self.lengths // self.page_size
-        source = self.table[partial, full[partial]] if partial.any() else np.zeros(0, np.int32)
+    def fork(self, share: bool = True) -> tuple[RowPages, tuple[tuple[int, int], ...]]:
+        """A second owner of the same rows: full pages are shared, partial ones (else all) get (from, to) copies."""
+        full = self._mask(self.lengths // self.page_size if share else np.zeros_like(self.lengths))
+        apart = self._mask(self.columns) & ~full
+        source, shared = self.table[apart], self.table[full]
         fresh = self._pool.alloc(self.granularity, len(source))
-        shared = self.table[self._mask(full)]
         self._pool.share(self.granularity, shared)
         other = RowPages(self._pool, self.granularity)
         other.columns, other.lengths = self.columns.copy(), self.lengths.copy()
         other.table = self.table.copy()
-        other.table[partial, full[partial]] = fresh
+        other.table[apart] = fresh
         other.count = len(shared) + len(fresh)
         other.room = int((other.columns * self.page_size - other.lengths).min())
-        self.shared = other.shared = True
+        self.shared, other.shared = self.shared or share, share
         return other, tuple(zip(source.tolist(), fresh.tolist(), strict=True))
 
     def restore(self, lengths: np.ndarray) -> None:
@@ -228,7 +227,8 @@ class Group:
         self.min_final_chunk = max(1, facts.min_final_chunk())
         self.replays = facts.replay_lengths(len(self.prompt))
         # The choices part ways before their common last chunk, which each runs itself to sample with its own seed.
-        self.fork_at = max(0, len(self.prompt) - self.min_final_chunk) if params.n > 1 else 0
+        shared = params.n > 1 and not facts.private_rows
+        self.fork_at = max(0, len(self.prompt) - self.min_final_chunk) if shared else 0
         self.sampling = {
             "temperature": params.temperature,
             "top_p": params.top_p,

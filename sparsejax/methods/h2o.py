@@ -94,6 +94,7 @@ def build(params: Params) -> Method:
         keep_count=keep_count,
         peak=peak,
         prompt_peak=prompt_peak,
+        private_rows=True,
         chunk_dependent=params.h2o_prefill_compaction or not scoring.additive,
     )
 

@@ -78,6 +78,7 @@ def build(params: Params) -> Method:
         keep_count=keep_count,
         prompt_peak=prompt_peak,
         refuses=refuses,
+        private_rows=True,
         chunk_dependent=True,
     )
 

@@ -166,6 +166,19 @@ def test_11_fork_and_drop_in_any_order(granularity: Granularity, order: tuple[in
     assert pool.free_head_pages == pool.num_head_pages
 
 
+def test_a_fork_that_shares_nothing_copies_all_pages() -> None:
+    bench = Bench()
+    pool = bench.scheduler.memory.pool
+    row = RowPages(pool, Granularity.LAYER)
+    row.append(10)
+    fork, copies = row.fork(share=False)
+    assert [list(pages) for pages in zip(*copies, strict=True)] == [row.held().tolist(), fork.held().tolist()]
+    assert not {*row.held().tolist()} & {*fork.held().tolist()}
+    assert not row.shared
+    assert not fork.shared
+    pool.check_integrity([(Granularity.LAYER, row.held()), (Granularity.LAYER, fork.held())])
+
+
 # Admission and capacity.
 
 
@@ -729,6 +742,14 @@ def test_choices_share_the_prompt_and_sample_apart(method: str) -> None:
     assert len({tuple(bench.tokens(a, index)) for index in range(4)}) == 4
     assert bench.runner.calls["fork"] == 3
     assert bench.last(a).stats.prompt_tokens == 41
+
+
+def test_choices_whose_rows_go_on_changing_share_none() -> None:
+    bench = Bench(methods=(MockMethod(prompt_budget=20, private_rows=True),))
+    a = bench.submit(41, 30, n=3)
+    bench.run()
+    bench.check_done(a)
+    assert "fork" not in bench.runner.calls
 
 
 def test_forked_choices_hold_the_prompt_once() -> None:
