@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from sparsejax import registry
+from sparsejax.errors import MethodError
 from tests.contracts.compositions import METHODS, SELECTED, start
 from tests.core.harness import Session, tokens_of
 
@@ -27,6 +28,11 @@ RETENTION = st.fixed_dictionaries(
         "h2o_decode_eviction_interval": st.integers(1, 9),
         "quest_chunk_size": st.sampled_from([1, 4, 16]),
         "quest_skip_layers": st.integers(0, 3),
+        "rkv_compression_interval": st.integers(3, 9),
+        "rkv_observation_tokens": st.integers(1, 3),
+        "rkv_compress_prompt": st.booleans(),
+        "skipkv_compression_interval": st.integers(2, 9),
+        "skipkv_observation_tokens": st.integers(1, 2),
     }
 )
 TURNS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4)
@@ -42,7 +48,10 @@ def kept(method, phase: str, lengths: np.ndarray, done: int) -> np.ndarray:
 
 
 def build(name: str, knobs: dict):
-    return registry.resolve(name, knobs, used=set())[0]
+    try:
+        return registry.resolve(name, knobs, used=set())[0]
+    except MethodError:
+        reject()  # knobs that don't go together
 
 
 @pytest.mark.parametrize("name", METHODS)

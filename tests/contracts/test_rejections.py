@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -13,6 +14,8 @@ from sparsejax.storages import fp8_kv
 from tests.contracts.compositions import COMPOSITIONS
 
 NOT_COUNTS = (-1, 1.5, True, "4", None)
+NOT_WEIGHTS = (-0.1, float("nan"), float("inf"), True, "1", None)
+NOT_SHARES = (1.1, *NOT_WEIGHTS)
 
 TABLE = [
     *(("streamingllm", "sink_keep_tokens", value) for value in NOT_COUNTS),
@@ -113,6 +116,56 @@ TABLE = [
     ("h2o_prefill", "sparse_prefill_score_mode", "entropy"),
     ("quest", "quest_select_scope", "per_head"),
     ("quest", "quest_token_budget", 1024),
+    *(
+        ("rkv", name, value)
+        for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")
+        for value in NOT_COUNTS
+    ),
+    *(("rkv", "rkv_compression_interval", value) for value in (0, 7, *NOT_COUNTS)),  # 7 < rkv_observation_tokens
+    *(("rkv", "rkv_observation_tokens", value) for value in (0, 129, *NOT_COUNTS)),
+    *(("rkv", "rkv_alpha", value) for value in NOT_SHARES),
+    *(("rkv", "rkv_kernel_size", value) for value in (0, 2, 8, *NOT_COUNTS)),
+    *(("rkv", "rkv_score_chunk_mb", value) for value in (0, *NOT_COUNTS)),
+    ("rkv", "rkv_scope", "shared"),
+    ("rkv", "rkv_compress_prompt", "yes"),
+    *(("rkv", "rkv_similarity_threshold", value) for value in (0.6, 0, True, "0.5", None)),
+    *(("rkv", "rkv_recent_similar_keep", value) for value in (0, 2, True, "1", None)),
+    *(("rkv", "rkv_redundancy_window", value) for value in (1, False, "0", None)),
+    *(("rkv", "rkv_max_redundancy_tokens", value) for value in (0, 4096, False)),
+    *(
+        ("skipkv", name, value)
+        for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")
+        for value in NOT_COUNTS
+    ),
+    *(
+        ("skipkv", name, value)
+        for name in (
+            "skipkv_compression_interval",
+            "skipkv_observation_tokens",
+            "skipkv_kernel_size",
+            "skipkv_sentence_min_tokens",
+            "skipkv_sentence_max_tokens",
+            "skipkv_max_tracked_sentences",
+            "skipkv_redundancy_window",
+            "skipkv_max_redundancy_tokens",
+            "skipkv_segment_size",
+        )
+        for value in (0, *NOT_COUNTS)
+    ),
+    ("skipkv", "recent_keep_tokens", 7),  # below skipkv_observation_tokens
+    ("skipkv", "skipkv_observation_tokens", 129),  # above skipkv_compression_interval
+    ("skipkv", "skipkv_kernel_size", 4),
+    ("skipkv", "skipkv_sentence_max_tokens", 3),  # below skipkv_sentence_min_tokens
+    ("skipkv", "skipkv_redundancy_window", 4097),  # above skipkv_max_redundancy_tokens
+    *(("skipkv", "skipkv_sentence_embedding_layer", value) for value in (-2, 1.5, True, "4", None)),
+    *(("skipkv", name, v) for name in ("skipkv_mix_lambda", "skipkv_similarity_threshold") for v in NOT_SHARES),
+    *(("skipkv", name, v) for name in ("skipkv_alpha", "skipkv_sentence_score_weight") for v in NOT_WEIGHTS),
+    ("skipkv", "skipkv_importance", "last"),
+    ("skipkv", "head_mode", "per_query_head"),
+    ("skipkv", "skipkv_enable_sentence_scoring", "yes"),
+    *(("skipkv", "skipkv_enable_activation_steering", value) for value in (True, "yes", None)),
+    ("skipkv", "skipkv_steering_alpha", -1.25),  # not one of its parameters
+    *(("skipkv", "skipkv_delimiter_ids", value) for value in (-1, 1.5, True, None, "4;x", (3, -1), (2.5,))),
     ("fp8_kv", "fp8_kv_scale_mode", "e5m2"),
     ("fp8_kv", "fp8_kv_scale_path", "scales.json"),  # read with a static mode only
 ]
@@ -143,6 +196,39 @@ def test_attention_mass_is_added_up_over_at_most_128_queries():
         registry.resolve(member, mass | {"h2o_prefill_score_window": 128})
         with pytest.raises(MethodError, match="h2o_prefill_score_window"):
             registry.resolve(member, mass | {"h2o_prefill_score_window": 129})
+
+
+def test_a_budget_that_the_voting_rows_fill_is_refused():
+    budget = {"sink_keep_tokens": 2, "decode_keep_tokens": 3, "recent_keep_tokens": 3}
+    with pytest.raises(MethodError, match=r"decode_keep_tokens.*rkv_observation_tokens"):
+        registry.resolve("rkv", budget)
+    registry.resolve("rkv", budget | {"rkv_observation_tokens": 7})
+
+
+def test_what_joins_heads_cannot_choose_per_head():
+    with pytest.raises(MethodError, match=r"head_mode.*skipkv_importance"):
+        registry.resolve("skipkv", {"head_mode": "per_kv_head", "skipkv_importance": "step"})
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    method, _ = registry.resolve("rkv", {"rkv_score_chunk_mb": 1})
+    geometry = Geometry(2, 32, 8, 128, 16, 32768, 1.0)
+    (reason,) = method.check(method.params, geometry)
+    assert "rkv_score_chunk_mb" in reason
+    assert "32768" in reason
+    assert not registry.resolve("rkv")[0].check(registry.resolve("rkv")[0].params, geometry)
+    # Nothing is scored, nor kept, where no request can grow long enough.
+    short = dataclasses.replace(geometry, max_model_len=4799)
+    assert not method.check(method.params, short)
+    assert not method.aux_specs(short)
+    assert method.aux_specs(dataclasses.replace(geometry, max_model_len=4800))
+
+
+def test_a_layer_that_the_model_lacks_is_refused():
+    method, _ = registry.resolve("skipkv", {"skipkv_sentence_embedding_layer": 2})
+    (reason,) = method.check(method.params, Geometry(2, 4, 2, 8, 4, 64, 1.0))
+    assert "skipkv_sentence_embedding_layer" in reason
+    assert not method.check(method.params, Geometry(3, 4, 2, 8, 4, 64, 1.0))
 
 
 @pytest.mark.parametrize("mode", ["static", "static_head"])

@@ -20,7 +20,7 @@ from tests.models.full_attention import dense_attention
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Weights, tokens, mask):
     architecture = get_architecture(spec.architecture)
-    x, heads = architecture.embed(spec, weights, tokens), []
+    x, heads, hidden = architecture.embed(spec, weights, tokens), [], []
     for layer in range(spec.num_layers):
 
         def attend(projected, layer=layer):
@@ -34,7 +34,8 @@ def _forward(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Wei
 
         positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         x = architecture.layer(spec, weights["layers"][layer], x, positions, attend)
-    return architecture.logits(spec, weights, x), heads
+        hidden.append(x.x + x.delta)
+    return architecture.logits(spec, weights, x), heads, hidden
 
 
 class Reads:
@@ -64,11 +65,18 @@ class Reads:
 
     def recompute(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
         """Everything from the start: logits [tokens so far, vocab], and each layer's queries and keys after RoPE."""
+        logits, heads, _ = self._run()
+        return np.asarray(logits)[: len(self.tokens)], [(np.asarray(q), np.asarray(k)) for q, k in heads]
+
+    def hidden(self) -> list[np.ndarray]:
+        """The residual stream after each layer, [tokens so far, hidden_size]."""
+        return [np.asarray(x)[: len(self.tokens)] for x in self._run()[2]]
+
+    def _run(self):
         session = self.session
         size = session.geometry.max_model_len
         padded = np.zeros(size, np.int32)
         padded[: len(self.tokens)] = self.tokens
         mask = self.mask | np.eye(size, dtype=bool)  # padding must see something
         arguments = (session.spec, session.geometry, session.storage, session.weights)
-        logits, heads = _forward(*arguments, jnp.asarray(padded), jnp.asarray(mask))
-        return np.asarray(logits)[: len(self.tokens)], [(np.asarray(q), np.asarray(k)) for q, k in heads]
+        return _forward(*arguments, jnp.asarray(padded), jnp.asarray(mask))

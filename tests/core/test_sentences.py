@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sparsejax import sentences
+from tests.core.answers import Answer
 
 DELIMITERS, LEAST, MOST, TRACKED, WIDTH, THRESHOLD = (7, 9), 2, 5, 4, 6, 0.9
 LIMITS = {"delimiters": DELIMITERS, "min_tokens": LEAST, "max_tokens": MOST}
 
 
-@dataclasses.dataclass
-class Answer:
-    """One request as the method is described: redundancy grows as sentences close, the oldest one makes room."""
-
-    spans: list[list[int]] = dataclasses.field(default_factory=list)
-    embeddings: list[np.ndarray] = dataclasses.field(default_factory=list)
-    repeats: list[float] = dataclasses.field(default_factory=list)
-    start: int = 0
-    hidden: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-    def close(self, end: int) -> None:
-        if len(self.hidden) >= LEAST:
-            mean = np.mean(self.hidden, axis=0)
-            unit = mean / max(np.linalg.norm(mean), 1e-6)
-            for i, other in enumerate(self.embeddings):
-                if other @ unit >= THRESHOLD:
-                    self.repeats[i] = max(self.repeats[i], float(other @ unit))
-            self.spans.append([self.start, end])
-            self.embeddings.append(unit)
-            self.repeats.append(0.0)
-            for tracked in (self.spans, self.embeddings, self.repeats):
-                del tracked[:-TRACKED]
-        self.hidden = []
-
-    def add(self, token: int, position: int, hidden: np.ndarray) -> None:
-        if self.hidden and self.start + len(self.hidden) != position:
-            self.close(self.start + len(self.hidden))
-        if not self.hidden:
-            self.start = position
-        self.hidden.append(hidden)
-        if token in DELIMITERS or len(self.hidden) >= MOST:
-            self.close(position + 1)
-
-    def penalty(self, position: int) -> float:
-        inside = [r for (start, end), r in zip(self.spans, self.repeats, strict=True) if start <= position < end]
-        return max(inside, default=0.0)
+def new_answer() -> Answer:
+    return Answer(DELIMITERS, LEAST, MOST, TRACKED, THRESHOLD)
 
 
 def empty(rows: int, junk: float = 0.0) -> sentences.Sentences:
@@ -63,6 +28,7 @@ def empty(rows: int, junk: float = 0.0) -> sentences.Sentences:
 
 def check(state: sentences.Sentences, row: int, answer: Answer) -> None:
     closed = int(state.open[row, 2])
+    assert closed == answer.closed
     repeats = sentences.repeated(state.embeddings[row], state.open[row, 2], THRESHOLD)
     spans = np.asarray(state.spans[row])
     order = [i % TRACKED for i in range(max(0, closed - TRACKED), closed)]
@@ -77,7 +43,7 @@ def check(state: sentences.Sentences, row: int, answer: Answer) -> None:
 def test_rows_side_by_side_are_what_each_is_alone(seed):
     rng = np.random.default_rng(seed)
     themes = rng.standard_normal((3, WIDTH))  # sentences repeat each other
-    state, answers, at, theme = empty(6, np.nan), {1: Answer(), 4: Answer(), 5: Answer()}, {1: 3, 4: 50, 5: 0}, {}
+    state, answers, at, theme = empty(6, np.nan), {row: new_answer() for row in (1, 4, 5)}, {1: 3, 4: 50, 5: 0}, {}
     repeated = longest = 0
     for step in range(70):
         rows = [int(row) for row in rng.permutation([1, 4, 5])[: rng.integers(1, 4)]]
