@@ -101,10 +101,14 @@ DEFAULTS_ARE_FINE = {
     "h2o_logit_scale",
     "h2o_head_reduction",
     "h2o_prefill_compaction",
+    "flashprefill_v2_use_mean_correction",
     "fp8_kv_scale_mode",
     "fp8_kv_scale_path",
 }
 """Knobs that are modes, not sizes."""
+
+READS_BLOCKS = {"flashprefill_v2"}
+"""Methods that leave out blocks of at least 64 tokens, more than texts here: see `test_flashprefill`."""
 
 PER_HEAD = "snapkv(head_mode=per_kv_head,sparse_prefill_score_mode=probability,pool_kernel_size=3)"
 
@@ -114,6 +118,13 @@ def small(composition: str) -> dict[str, Any]:
     names = {name.partition("(")[0] for name in composition.split("+")}
     knobs = registry.method_params()
     return {knob: value for knob, value in KNOBS.items() if any(owner in names for owner, _ in knobs.get(knob, ()))}
+
+
+def depends_on_chunks(composition: str) -> bool:
+    """Whether how these tests cut a prompt can change what comes of it."""
+    method, _ = registry.resolve(composition, small(composition))
+    members = method.members or (method,)
+    return any(member.chunk_dependent and member.name not in READS_BLOCKS for member in members)
 
 
 def _allowed(composition: str) -> bool:

@@ -18,7 +18,7 @@ from tests.contracts.compositions import (
     SELECTED,
     budget,
     dense_with_storage_of,
-    small,
+    depends_on_chunks,
     start,
 )
 from tests.core.harness import Session, tokens_of
@@ -69,7 +69,7 @@ def test_methods_are_equal_when_built_twice():
 
 
 PIECES = ([7, 5, 2, 1, 13], [40], [1, 1, 1, 38], [13, 25, 1, 1, 1])  # also ends shorter than a window
-CUT = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].chunk_dependent]
+CUT = [name for name in COMPOSITIONS if depends_on_chunks(name)]
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name not in CUT])
