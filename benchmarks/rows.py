@@ -52,6 +52,9 @@ class Rows:
         self.pool = pool or PagePool(runner.limits.geometry, runner.limits.num_sequence_pages)
         self.pages: dict[int, RowPages] = {}
         self._phases: dict[int, Phase] = {}
+        geometry, served = runner.limits.geometry, runner.limits.methods.values()
+        specs = {aux: spec for facts in served for aux, spec in facts.aux_specs(geometry).items()}
+        self._token_aux = [aux for aux, spec in specs.items() if spec.per == "token"]
 
     @property
     def used_head_pages(self) -> int:
@@ -63,27 +66,48 @@ class Rows:
 
     def positions(self, row: int) -> list[list[np.ndarray]]:
         """Logical positions of the rows that each layer and head holds, int32 [layers][heads][held]."""
+        table = self._head_pages(row)
+        layers, heads = table.shape[:2]
+        stored = np.asarray(self._runner.state.pools[POSITIONS])[table].reshape(layers, heads, -1)
+        lengths = np.broadcast_to(self.pages[row].lengths, (layers, heads))
+        return [[stored[i, j, : lengths[i, j]] for j in range(heads)] for i in range(layers)]
+
+    def learned(self, row: int) -> dict[str, np.ndarray]:
+        """What methods have written down of each of the row's stored tokens: arrays of its head-pages."""
+        table = self._head_pages(row)
+        return {name: np.asarray(self._runner.state.page_aux[name])[table] for name in self._token_aux}
+
+    def teach(self, row: int, learned: dict[str, np.ndarray]) -> None:
+        """Puts back what was `learned`: forks share pages, and what one learns of them is not for the others."""
+        if not learned:
+            return
+        table, page_aux = self._head_pages(row), dict(self._runner.state.page_aux)
+        for name, values in learned.items():
+            array = np.array(page_aux[name])
+            array[table] = values
+            page_aux[name] = jax.numpy.asarray(array)
+        self._runner.state = self._runner.state.replace(page_aux=page_aux)
+
+    def _head_pages(self, row: int) -> np.ndarray:
+        """int32 [layers, heads, columns]; the null page of some head where a head has fewer."""
         pages, geometry = self.pages[row], self._runner.limits.geometry
         layers, heads = geometry.num_layers, geometry.num_kv_heads
         layer, head = np.arange(layers)[:, None, None], np.arange(heads)[None, :, None]
         table = np.broadcast_to(pages.table, (layers, heads, pages.table.shape[-1]))
         if pages.granularity is Granularity.SEQUENCE:
-            table = (table * layers + layer) * heads + head
-        elif pages.granularity is Granularity.LAYER:
-            table = table * heads + head
-        stored = np.asarray(self._runner.state.pools[POSITIONS])[table].reshape(layers, heads, -1)
-        lengths = np.broadcast_to(pages.lengths, (layers, heads))
-        return [[stored[i, j, : lengths[i, j]] for j in range(heads)] for i in range(layers)]
+            return (table * layers + layer) * heads + head
+        return table * heads + head if pages.granularity is Granularity.LAYER else table
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> StepTicket:
-        """Replaces the row by a prompt and evicts what the method says.
+    def prefill(self, row: int, tokens: Sequence[int], *, finish: bool = True) -> StepTicket:
+        """Replaces the row by a prompt and, unless more of it is to come, evicts what the method says.
 
         The ticket's logits row 0 is that of the last token, before replays and the eviction.
         """
         self.release(row)
         self.pages[row] = RowPages(self.pool, self.method.granularity)
         ticket = self.append(row, tokens)
-        self.finish_prompt(row, tokens)
+        if finish:
+            self.finish_prompt(row, tokens)
         return ticket
 
     def append(self, row: int, tokens: Sequence[int]) -> StepTicket:
@@ -129,11 +153,11 @@ class Rows:
     def fork(self, other: Rows, source: int, target: int) -> None:
         """Replaces the row `target` by a copy of `source` of `other`, which may be of another method.
 
-        What is shared is not copied. The methods must have one granularity, and `other` must have kept all that this
-        method's statistics are made of.
+        What can be shared is not copied. The methods must have one granularity, and `other` must have kept all that
+        this method's statistics are made of.
         """
         self.release(target)
-        pages, copies = other.pages[source].fork()
+        pages, copies = other.pages[source].fork(share=not (self.method.private_rows or other.method.private_rows))
         self.pages[target], self._phases[target] = pages, dataclasses.replace(other._phases[source])
         self._runner.fork(self.name, ForkRow(source, target, pages.updates(), copies))
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.quality import scores
-from benchmarks.quality.sweep import BATCH, Bench
+from benchmarks.quality.sweep import Bench, replay_tokens
 from benchmarks.quality.variants import Pool, Variant
 from benchmarks.rows import NotFiniteError, Rows
 
@@ -101,11 +101,13 @@ def run(
         for name, found in tasks.items()
     }
     for pool in groups:
-        bench = Bench(model, pool, longest, 1, 8, 1 + max(len(choice) for _, item in items for choice in item.choices))
+        replay = max(replay_tokens(pool, len(item.context)) for _, item in items)
+        most = 1 + max(replay, *(len(choice) for _, item in items for choice in item.choices))
+        bench = Bench(model, pool, longest + most, 1, 8, most, replay)
         verdicts: dict[tuple[str, str], list[tuple[bool, bool]]] = {}
         invalid: dict[str, str] = {}
         for name, item in items:
-            bench.base.prefill(1, item.context[:-1])
+            bench.base.prefill(1, item.context[:-1], finish=False)
             for variant in pool.variants:
                 try:
                     if variant.label not in invalid:
@@ -131,12 +133,12 @@ def logprobs(bench: Bench, variant: Variant, item: Item) -> list[float]:
     rows = Rows(bench.runner, variant.label, bench.base.pool)
     found = [0.0] * len(item.choices)
     try:
-        for start in range(0, len(item.choices), BATCH):
-            part = list(range(start, min(start + BATCH, len(item.choices))))
+        for start in range(0, len(item.choices), bench.batch):
+            part = list(range(start, min(start + bench.batch, len(item.choices))))
             row_of = dict(zip(part, bench.scratch, strict=False))
             for row in row_of.values():
                 rows.fork(bench.base, 1, row)
-                rows.finish_prompt(row)
+                rows.finish_prompt(row, item.context[:-1])
             for place in range(max(len(item.choices[i]) for i in part)):
                 live = [i for i in part if place < len(item.choices[i])]
                 fed = [item.choices[i][place - 1] if place else item.context[-1] for i in live]

@@ -4,19 +4,24 @@ A context is prefilled densely, with every statistic that some method of its poo
 variant then works on forks, whose pages are shared until they are evicted: it evicts as after any prompt and decodes
 forced tokens. That is what the method itself would hold after the same prompt; one whose prefill differs gets a pool
 of its own.
+
+Methods that act late are given what they act on (`variants.acts`). Those that replay a prompt do so once per context;
+for those that act while decoding, the last tokens of a context are decoded, with the text forced, instead of
+prefilled. Both are asked all questions afterwards, as a second turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.perplexity import step_bytes
-from benchmarks.quality import scores, variants
+from benchmarks.quality import scores, speed, variants
 from benchmarks.quality.tasks import Context, Question
 from benchmarks.quality.variants import Pool, Variant
 from benchmarks.rows import NotFiniteError, Rows
@@ -28,6 +33,8 @@ LATER = ("single", "multi_key", "early_turn")
 BATCH = 4
 """Contexts in memory at once, and rows of a decode step."""
 PREFILL_CHUNK = 512
+AFTER_EVICTION = 32
+"""Tokens of a context that are decoded after the latest method that acts while decoding has evicted first."""
 Progress = Callable[[str], None]
 
 
@@ -38,9 +45,9 @@ class Found:
     Attributes:
       length: tokens of the context.
       nll, kl, same: of each token of the continuation after the first.
-      answers: to the context's questions, each part of the prompt.
-      later: question number -> answer when the context was evicted before it was asked; only of methods that evict,
-        controls excepted.
+      answers: to the context's questions, each part of the prompt, or asked later if the method acts late.
+      later: question number -> answer when the context was evicted before it was asked; only of methods that evict
+        after a prompt, controls excepted.
       resident_bytes, read_bytes: at the end of the continuation.
     """
 
@@ -56,11 +63,20 @@ class Found:
 
 @dataclasses.dataclass
 class Outcome:
-    """A variant's results by context number, or why there are none: nothing of an invalid run is averaged."""
+    """A variant's results by context number, or why there are none: nothing of an invalid run is averaged.
+
+    Attributes:
+      acts: see `variants.acts`.
+      speed: decode speed beside dense attention, by context length.
+      prefill_s: seconds of the fastest prefill, by context length; only where the variant has prefills of its own.
+    """
 
     variant: Variant
     by_context: dict[int, Found] = dataclasses.field(default_factory=dict)
     invalid: str | None = None
+    acts: str = "prompt"
+    speed: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    prefill_s: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 def batches(contexts: Sequence[Context], size: int = BATCH) -> Iterator[list[int]]:
@@ -73,9 +89,42 @@ def batches(contexts: Sequence[Context], size: int = BATCH) -> Iterator[list[int
             yield numbers[start : start + size]
 
 
-def num_steps(pools: Sequence[Pool], contexts: Sequence[Context]) -> int:
+def first_ones(contexts: Sequence[Context], few: int | None) -> set[int]:
+    """Numbers of the first `few` contexts of each length; of all of them if None."""
+    seen: dict[int, int] = {}
+    chosen = set()
+    for number, context in enumerate(contexts):
+        seen[len(context.ids)] = seen.get(len(context.ids), 0) + 1
+        if few is None or seen[len(context.ids)] <= few:
+            chosen.add(number)
+    return chosen
+
+
+def num_steps(pools: Sequence[Pool], contexts: Sequence[Context], few: int | None = None) -> int:
     """Calls of `progress` that a sweep makes."""
-    return sum(len(contexts) + len(pool.variants) * len(list(batches(contexts))) for pool in pools)
+    allowed, total = first_ones(contexts, few), 0
+    for pool in pools:
+        for numbers in batches(contexts):
+            count = len(_shown(pool is pools[0], numbers, allowed))
+            total += count + len(pool.variants) * bool(count)
+    return total
+
+
+def _shown(everything: bool, numbers: Sequence[int], allowed: Collection[int]) -> list[int]:
+    return [number for number in numbers if everything or number in allowed]
+
+
+def replay_tokens(pool: Pool, prompt_tokens: int) -> int:
+    """Tokens of the longest replay that some method of a pool wants of a prompt."""
+    methods = [pool.base, *(variant.method for variant in pool.variants)]
+    return max((tokens for method in methods for tokens in method.replay_lengths(prompt_tokens)), default=0)
+
+
+def decoded_tokens(pool: Pool, length: int, geometry: Any) -> int:
+    """Tokens at the end of a context that methods which act while decoding decode; 0 if there are none."""
+    late = [v.method for v in pool.variants if variants.acts(v.method, geometry) == "decode"]
+    last = max((variants.first_eviction(method, length, geometry, length // 4) for method in late), default=0)
+    return min(last + AFTER_EVICTION, length // 2) if late else 0
 
 
 class Bench:
@@ -88,46 +137,80 @@ class Bench:
       num_questions: of each context.
       question_tokens: of the longest question.
       own_tokens: most that a fork appends.
+      replay: tokens of the longest replay.
+
+    Attributes:
+      base: the rows of contexts and questions.
+      scratch, kept, trunks, timed: row numbers: twice BATCH for what is asked, then BATCH each for evicted contexts,
+        contexts without their last tokens, and rows that are timed.
+      learned: of each row of the base, what its forks must find (`Rows.learned`).
     """
 
-    def __init__(self, model: Any, pool: Pool, max_len: int, num_questions: int, question_tokens: int, own_tokens: int):
+    def __init__(
+        self,
+        model: Any,
+        pool: Pool,
+        max_len: int,
+        num_questions: int,
+        question_tokens: int,
+        own_tokens: int,
+        replay: int = 0,
+    ):
         self.pool = pool
         self.geometry = model.spec.geometry(pool.page_size, max_len)
-        methods = {"base": pool.base, **{variant.label: variant.method for variant in pool.variants}}
         pages = self.geometry.pages
         # Full pages are shared by forks; those written to are a row's own, and so are compacted ones, which grow to
         # at most twice the budget before they are compacted again.
         own = pages(own_tokens) + 2
         kept = max((2 * v.budget if v.budget else max_len for v in pool.variants if v.method.evicts), default=0)
-        num_pages = 1 + BATCH * (self.geometry.max_pages + (num_questions + 4) * own + 2 * pages(min(kept, max_len)))
+        row_pages = self.geometry.max_pages + (num_questions + 6) * own + 3 * pages(min(kept, max_len))
         self.runner = DeviceRunner(
             model.spec,
             model.weights,
             self.geometry,
-            methods,
+            {"base": pool.base, **pool.methods()},
             pool.storage,
-            num_rows=BATCH * (num_questions + 3),
-            num_sequence_pages=num_pages,
+            num_rows=BATCH * (num_questions + 6),
+            num_sequence_pages=1 + BATCH * row_pages + pages(replay),
             decode_buckets=(BATCH,),
-            prefill_buckets=((1, PREFILL_CHUNK), (1, -(-question_tokens // 8) * 8)),
+            prefill_buckets=(
+                (1, PREFILL_CHUNK),
+                (1, -(-question_tokens // 8) * 8),
+                *([(1, replay)] if replay > PREFILL_CHUNK else []),
+            ),
         )
-        self.base = Rows(self.runner, "base")
+        self.base = Rows(self.runner, "base", chunk=PREFILL_CHUNK)
         self.first_question = BATCH + 1
-        self.scratch = list(range(BATCH * (num_questions + 1) + 1, BATCH * (num_questions + 3) + 1))
+        first = BATCH * (num_questions + 1) + 1
+        self.scratch = list(range(first, first + 2 * BATCH))
+        self.kept, self.trunks, self.timed = (
+            list(range(first + i * BATCH, first + (i + 1) * BATCH)) for i in (2, 3, 4)
+        )
+        self.learned: dict[int, dict[str, np.ndarray]] = {}
 
     def rows(self, variant: Variant) -> Rows:
-        return Rows(self.runner, variant.label, self.base.pool)
+        return Rows(self.runner, variant.label, self.base.pool, PREFILL_CHUNK)
+
+    def take(self, rows: Rows, source: int, target: int) -> None:
+        """Makes `target` of `rows` a fork of a context or question, as it was when it had been read."""
+        self.base.teach(source, self.learned.get(source, {}))
+        rows.fork(self.base, source, target)
 
     def bytes_of(self, variant: Variant, rows: Rows, row: int) -> tuple[float, float]:
         """Resident and read bytes of a row's cache, its side arrays included."""
         method, storage = variant.method, variant.storage
         page = sequence_page_nbytes(self.geometry, (method,), storage) / self.geometry.head_pages_per_sequence_page
-        span = self.geometry.head_pages_per_page(method.granularity)
+        span = self.geometry.head_pages_per_page(rows.pages[row].granularity)
         return rows.pages[row].count * span * page, step_bytes(method, storage, self.geometry, rows.length(row))
 
 
 def run(
-    model: Any, groups: Sequence[Pool], contexts: Sequence[Context], progress: Progress = lambda text: None
+    model: Any,
+    groups: Sequence[Pool],
+    contexts: Sequence[Context],
+    progress: Progress = lambda text: None,
+    few: int | None = None,
+    windows: int = 0,
 ) -> list[Outcome]:
     """Every variant over every context; the first variant of the first group is the reference.
 
@@ -136,40 +219,72 @@ def run(
       groups: see `variants.pools`.
       contexts: all with as many questions.
       progress: called after each prefill and after each variant of a batch.
+      few: contexts of each length for what costs more than others: pools but the first, and methods that act late.
+      windows: decode windows that are timed for each variant and length; 0 times nothing.
     """
     references: dict[int, np.ndarray] = {}
     outcomes = []
+    allowed = first_ones(contexts, few)
     num_questions = max(len(context.questions) for context in contexts)
     question_tokens = max(len(question.ids) for context in contexts for question in context.questions)
     continuation = max(len(context.continuation) for context in contexts)
     longest = max(len(context.ids) for context in contexts)
-    own_tokens = max(continuation, question_tokens)
-    max_len = longest + own_tokens + 1
+    clock: speed.Clock | None = None
     for pool in groups:
-        bench = Bench(model, pool, max_len, num_questions, question_tokens, own_tokens)
-        found = [Outcome(variant) for variant in pool.variants]
+        geometry = model.spec.geometry(pool.page_size, longest)
+        tail = decoded_tokens(pool, min(len(context.ids) for context in contexts), geometry)
+        replay = max(replay_tokens(pool, len(context.ids)) for context in contexts)
+        own_tokens = max(question_tokens, tail + continuation + speed.tokens(windows))
+        max_len = longest + max(own_tokens, replay) + 1
+        bench = Bench(model, pool, max_len, num_questions, question_tokens, own_tokens, replay)
+        found = [Outcome(variant, acts=variants.acts(variant.method, geometry)) for variant in pool.variants]
         outcomes += found
-        for numbers in batches(contexts):
+        for all_numbers in batches(contexts):
+            numbers = _shown(pool is groups[0], all_numbers, allowed)
+            if not numbers:
+                continue
             batch = [contexts[number] for number in numbers]
-            finite = True
-            for row, context in enumerate(batch, 1):
-                finite &= bool(bench.base.prefill(row, context.ids).result().ok.all())
+            finite, times = True, []
+            for row, (number, context) in enumerate(zip(numbers, batch, strict=True), 1):
+                start = time.perf_counter()
+                finite &= _prefill(bench, row, context, tail)
+                times.append(time.perf_counter() - start)
+                if number in allowed:
+                    bench.base.replay(row, context.ids)
+                bench.learned[row] = bench.base.learned(row)
                 progress(f"prefill of {len(context.ids)} tokens")
             _ask_base(bench, batch)
             for outcome in found:
-                if outcome.invalid is None:
+                part = _shown(outcome.acts == "prompt", numbers, allowed)
+                if pool is groups[0] or pool.why_alone:
+                    known = outcome.prefill_s.get(len(batch[0].ids), math.inf)
+                    outcome.prefill_s[len(batch[0].ids)] = min(known, *times)
+                if outcome.invalid is None and part:
                     try:
                         if not finite:
                             raise NotFiniteError("logits of the prefill are not finite")
-                        _measure(bench, outcome, numbers, batch, references)
+                        _measure(bench, outcome, part, batch[: len(part)], references, tail, clock)
                     except NotFiniteError as error:
                         outcome.invalid = str(error)
                         outcome.by_context.clear()
+                if clock is None and windows:
+                    clock = speed.Clock(bench, found[0].variant, windows)
                 progress(outcome.variant.label)
-            for row in list(bench.base.pages):
-                bench.base.release(row)
+            if clock is None or clock.bench is not bench or all_numbers != list(batches(contexts))[-1]:
+                for row in list(bench.base.pages):
+                    bench.base.release(row)
         del bench  # before the next one takes as much memory
     return outcomes
+
+
+def _prefill(bench: Bench, row: int, context: Context, tail: int) -> bool:
+    """Reads a context; a row of `trunks` gets it without its last `tail` tokens. Returns whether logits are finite."""
+    ids = context.ids
+    ticket = bench.base.prefill(row, ids[: len(ids) - tail], finish=False)
+    if tail:
+        bench.base.fork(bench.base, row, bench.trunks[row - 1])
+        ticket = bench.base.append(row, ids[len(ids) - tail :])
+    return bool(ticket.result().ok.all())
 
 
 def _ask_base(bench: Bench, batch: Sequence[Context]) -> None:
@@ -177,27 +292,60 @@ def _ask_base(bench: Bench, batch: Sequence[Context]) -> None:
     row = bench.first_question
     for source, context in enumerate(batch, 1):
         for question in context.questions:
-            bench.base.fork(bench.base, source, row)
+            bench.take(bench.base, source, row)
             bench.base.append(row, question.ids[:-1])
+            bench.learned[row] = bench.base.learned(row)
             row += 1
 
 
 def _measure(
-    bench: Bench, outcome: Outcome, numbers: Sequence[int], batch: Sequence[Context], references: dict[int, np.ndarray]
+    bench: Bench,
+    outcome: Outcome,
+    numbers: Sequence[int],
+    batch: Sequence[Context],
+    references: dict[int, np.ndarray],
+    tail: int,
+    clock: speed.Clock | None,
 ) -> None:
-    rows = bench.rows(outcome.variant)
+    variant = outcome.variant
+    rows = bench.rows(variant)
     try:
-        found = _continue(bench, outcome.variant, rows, numbers, batch, references)
+        _evict(bench, outcome, rows, batch, tail)
+        found = _continue(bench, outcome, rows, numbers, batch, references, clock)
         asked = [(number, question) for number, context in enumerate(batch) for question in context.questions]
-        sources = range(bench.first_question, bench.first_question + len(asked))
-        for (number, _), answer in zip(asked, _answers(bench, outcome.variant, rows, sources, asked), strict=True):
-            found[number].answers.append(answer)
-        if outcome.variant.method.evicts and not outcome.variant.control:
-            _ask_later(bench, outcome.variant, rows, batch, found)
+        if outcome.acts == "prompt":
+            sources = range(bench.first_question, bench.first_question + len(asked))
+            for (number, _), answer in zip(asked, _answers(bench, variant, rows, sources, asked), strict=True):
+                found[number].answers.append(answer)
+        if outcome.acts != "prompt" or (variant.method.evicts and not variant.control):
+            later = [(i, n, q) for i, context in enumerate(batch) for n, q in enumerate(context.questions)]
+            if outcome.acts == "prompt":
+                later = [entry for entry in later if entry[2].task in LATER]
+            answers = _ask_later(bench, variant, rows, later)
+            for (context, number, _), answer in zip(later, answers, strict=True):
+                if outcome.acts == "prompt":
+                    found[context].later[number] = answer
+                else:
+                    found[context].answers.append(answer)
     finally:
         for row in list(rows.pages):
             rows.release(row)
     outcome.by_context.update(zip(numbers, found, strict=True))
+
+
+def _evict(bench: Bench, outcome: Outcome, rows: Rows, batch: Sequence[Context], tail: int) -> None:
+    """Rows `kept` hold the contexts, after whatever the method does to them."""
+    kept = bench.kept[: len(batch)]
+    for source, row in enumerate(kept, 1):
+        if outcome.acts == "decode":
+            rows.fork(bench.base, bench.trunks[source - 1], row)
+            rows.finish_prompt(row)
+        else:
+            bench.take(rows, source, row)
+            rows.finish_prompt(row, replayed=outcome.acts == "replay")
+    if outcome.acts == "decode":
+        for place in range(-tail, 0):
+            rows.logits(kept, [context.ids[place] for context in batch])
 
 
 def _forced(bench: Bench, variant: Variant, rows: Rows, numbers: Sequence[int], tokens: Sequence[int], rng: Any) -> Any:
@@ -209,17 +357,18 @@ def _forced(bench: Bench, variant: Variant, rows: Rows, numbers: Sequence[int], 
 
 def _continue(
     bench: Bench,
-    variant: Variant,
+    outcome: Outcome,
     rows: Rows,
     numbers: Sequence[int],
     batch: Sequence[Context],
     references: dict[int, np.ndarray],
+    clock: speed.Clock | None,
 ) -> list[Found]:
-    """Decodes the prose that follows, with the text forced."""
+    """Decodes the prose that follows, with the text forced; then some more with a clock."""
+    variant = outcome.variant
     own = bench.scratch[: len(batch)]
-    for source, row in enumerate(own, 1):
-        rows.fork(bench.base, source, row)
-        rows.finish_prompt(row)
+    for source, row in zip(bench.kept, own, strict=False):
+        rows.fork(rows, source, row)
     ids = np.asarray([context.continuation for context in batch], np.int32)
     is_reference = any(number not in references for number in numbers)
     rng = np.random.default_rng(numbers[0])
@@ -241,6 +390,10 @@ def _continue(
         if not all(map(math.isfinite, (*nll, *kl))):
             raise NotFiniteError(f"{variant.label}: the divergence from dense attention is not finite")
         found.append(Found(len(batch[i].ids), nll, kl, same, [], {}, *bench.bytes_of(variant, rows, row)))
+    length = len(batch[0].ids)
+    if clock is not None and length not in outcome.speed and not variant.control:
+        outcome.speed[length] = clock.beside(rows, own)
+    for row in own:
         rows.release(row)
     return found
 
@@ -255,35 +408,29 @@ def _answers(
         part = asked[start : start + BATCH]
         own = bench.scratch[: len(part)]
         for source, row in zip(sources[start : start + BATCH], own, strict=True):
-            rows.fork(bench.base, source, row)
+            bench.take(rows, source, row)
             rows.finish_prompt(row)
         found += _last_token(bench, variant, rows, own, [question for _, question in part], rng)
     return found
 
 
-def _ask_later(bench: Bench, variant: Variant, rows: Rows, batch: Sequence[Context], found: Sequence[Found]) -> None:
-    """The context is evicted before the question is known, and once more after it: a second turn."""
+def _ask_later(
+    bench: Bench, variant: Variant, rows: Rows, asked: Sequence[tuple[int, int, Question]]
+) -> list[scores.Answer]:
+    """Asks (context, number, question) of contexts that were evicted before; they are again after it: a second turn."""
     rng = np.random.default_rng(0)
-    kept, own = bench.scratch[:BATCH], bench.scratch[BATCH:]
-    for source in range(1, len(batch) + 1):
-        rows.fork(bench.base, source, kept[source - 1])
-        rows.finish_prompt(kept[source - 1])
-    asked = [
-        (context, number, question)
-        for context in range(len(batch))
-        for number, question in enumerate(batch[context].questions)
-        if question.task in LATER
-    ]
+    learned = {context: rows.learned(bench.kept[context]) for context, *_ in asked}
+    found: list[scores.Answer] = []
     for start in range(0, len(asked), BATCH):
         part = asked[start : start + BATCH]
-        targets = own[: len(part)]
+        targets = bench.scratch[BATCH : BATCH + len(part)]
         for (context, _, question), row in zip(part, targets, strict=True):
-            rows.fork(rows, kept[context], row)
+            rows.teach(bench.kept[context], learned[context])
+            rows.fork(rows, bench.kept[context], row)
             rows.append(row, question.ids[:-1])
             rows.finish_prompt(row)
-        answers = _last_token(bench, variant, rows, targets, [question for *_, question in part], rng)
-        for (context, number, _), answer in zip(part, answers, strict=True):
-            found[context].later[number] = answer
+        found += _last_token(bench, variant, rows, targets, [question for *_, question in part], rng)
+    return found
 
 
 def _last_token(

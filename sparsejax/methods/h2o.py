@@ -44,6 +44,11 @@ class Params:
         return accumulated_scores.scoring_of(self, "h2o", self.h2o_decode_eviction)
 
     @property
+    def budget(self) -> int:
+        """Rows kept after a prompt."""
+        return self.h2o_decode_budget
+
+    @property
     def trigger(self) -> int:
         """Rows at which a decoding request is compacted."""
         return self.h2o_decode_budget + self.h2o_decode_eviction_interval

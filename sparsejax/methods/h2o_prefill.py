@@ -35,6 +35,11 @@ class Params:
     def scoring(self) -> Scoring:
         return accumulated_scores.scoring_of(self, "h2o")
 
+    @property
+    def budget(self) -> int:
+        """Rows kept between chunks."""
+        return self.h2o_prefill_budget
+
 
 def keep_count(params: Params, phase: Phase, lengths: np.ndarray) -> np.ndarray:
     return np.minimum(lengths, params.h2o_prefill_budget) if phase == "chunk" else lengths
