@@ -150,14 +150,17 @@ class Rows:
             self._runner.replay(self.name, ReplayRow(row, tokens, index, updates))
             pages.truncate(len(tokens))
 
-    def fork(self, other: Rows, source: int, target: int) -> None:
+    def fork(self, other: Rows, source: int, target: int, *, share: bool | None = None) -> None:
         """Replaces the row `target` by a copy of `source` of `other`, which may be of another method.
 
-        What can be shared is not copied. The methods must have one granularity, and `other` must have kept all that
-        this method's statistics are made of.
+        What can be shared is not copied; with `share` nothing is that lies in full pages, and the caller sees to it that
+        rows learn nothing from each other (`teach`). The methods must have one granularity, and `other` must have kept
+        all that this method's statistics are made of.
         """
         self.release(target)
-        pages, copies = other.pages[source].fork(share=not (self.method.private_rows or other.method.private_rows))
+        if share is None:
+            share = not (self.method.private_rows or other.method.private_rows)
+        pages, copies = other.pages[source].fork(share=share)
         self.pages[target], self._phases[target] = pages, dataclasses.replace(other._phases[source])
         self._runner.fork(self.name, ForkRow(source, target, pages.updates(), copies))
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality --json            # the whole sweep; writes tables and pictures beside the JSON file
     python -m benchmarks.quality --quick           # random weights, seconds: does it run?
+    python -m benchmarks.quality --families snapkv snapkv+quest+fp8_kv --budgets 512      # budgets become knobs
     python -m benchmarks.quality --methods dense fp8_kv 'snapkv(decode_keep_tokens=960)' --contexts 3500:4
     python -m benchmarks.quality --tasks FOLDER    # multiple choice from JSONL files instead (see docs/quality.md)
 
@@ -18,11 +19,10 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import common, lines
-from benchmarks import perplexity as compositions
+from benchmarks import common, lines, perplexity
 
 QUICK_MODEL = "tiny-qwen3"
 
@@ -44,13 +44,27 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contexts",
         type=length_and_count,
         nargs="+",
-        default=[(3500, 4), (7000, 8)],
+        default=[(7000, 4)],
         metavar="TOKENS:COUNT",
         help="how many contexts of which length",
     )
     parser.add_argument("--continuation", type=int, default=48, help="tokens of prose decoded after each context")
     parser.add_argument("--budgets", type=int, nargs="*", default=[256, 512, 1024, 2048], help="tokens kept or read")
     parser.add_argument("--methods", nargs="+", help="compositions instead of the usual ones; dense is added")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        metavar="NAME",
+        help="members, or combinations joined by +, that get each budget; all members of the registry if not given",
+    )
+    parser.add_argument(
+        "--few",
+        type=int,
+        default=2,
+        metavar="COUNT",
+        help="contexts of each length for what needs a prefill, a replay or long decoding of its own",
+    )
+    parser.add_argument("--windows", type=int, default=3, help="timed decode windows of each method; 0 times none")
     parser.add_argument("--no-controls", action="store_true", help="leave out the methods that are wrong on purpose")
     parser.add_argument("--seed", type=int, default=0, help="of the contexts; the n-th context uses seed + n")
     parser.add_argument("--tasks", type=pathlib.Path, metavar="FOLDER", help="tasks from JSONL files instead")
@@ -59,7 +73,11 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parsed = parser.parse_args(argv)
     if parsed.quick:
         quick = {"model": QUICK_MODEL, "load_format": "dummy", "contexts": [(1400, 2)], "continuation": 8}
-        vars(parsed).update(quick, budgets=[128])
+        vars(parsed).update(quick, budgets=[128], few=1, windows=1)
+    if parsed.methods and parsed.families:
+        parser.error("--methods has budgets of its own; it goes without --families")
+    if parsed.few < 1:
+        parser.error("--few must be at least 1")
     if parsed.continuation < 2:
         parser.error("--continuation needs at least 2 tokens: the first one is known")
     for path in (path for path in beside(parsed.json) if path.exists() and not parsed.force):
@@ -88,6 +106,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     import tqdm
 
     from benchmarks.quality import local, report, sweep, variants
+    from sparsejax import combine
     from sparsejax.errors import MethodError
     from sparsejax.models.load import load_model
 
@@ -96,6 +115,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     model = load_model(arguments.model, load_format=arguments.load_format, dtype=arguments.dtype)
     if arguments.quick:
         model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, max_model_len=4096))
+    chosen = [dataclasses.replace(v, method=combine.bound(v.method, encoder(model))) for v in chosen]
     facts = {**common.device_facts(), "model": model.name, "dtype": model.spec.dtype}
     if arguments.tasks:
         try:
@@ -116,7 +136,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         names = ", ".join(variant.label for variant in pool.variants)
         print(f"one prefill for {names}" + (f": {pool.why_alone}" if pool.why_alone else ""))
     if not arguments.tasks:
-        steps = sweep.num_steps(groups, contexts)
+        steps = sweep.num_steps(groups, contexts, arguments.few)
     seconds: dict[str, float] = {}
     with tqdm.tqdm(total=steps, unit="part", dynamic_ncols=True) as bar:
         last = time.perf_counter()
@@ -132,9 +152,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         facts["seconds"] = seconds  # compilation included
         if arguments.tasks:
             return {"local_tasks": local.run(model, groups, items, progress)}, facts
-        outcomes = sweep.run(model, groups, contexts, progress)
+        outcomes = sweep.run(model, groups, contexts, progress, arguments.few, arguments.windows)
     facts |= {"seeds": [arguments.seed + number for number in range(len(contexts))], "batch": sweep.BATCH}
-    facts["token_ids_sha256"] = compositions.fingerprint([list(context.ids) for context in contexts])
+    facts["token_ids_sha256"] = perplexity.fingerprint([list(context.ids) for context in contexts])
     return {"lengths": report.summarise(outcomes, contexts)}, facts
 
 
@@ -143,9 +163,13 @@ def choose(arguments: argparse.Namespace) -> list[Any]:
     from benchmarks.quality import variants
     from sparsejax.errors import MethodError
 
-    specs = arguments.methods or compositions.methods(arguments.budgets)
     try:
-        chosen = [variants.parse(spec) for spec in dict.fromkeys((variants.REFERENCE, *specs))]
+        if arguments.methods:
+            specs = dict.fromkeys((variants.REFERENCE, *arguments.methods))
+            chosen = [variants.parse(spec) for spec in specs]
+        else:
+            names = arguments.families or variants.families()
+            chosen = [variants.parse(variants.REFERENCE), *variants.usual(arguments.budgets, names)]
     except MethodError as error:
         raise SystemExit(str(error)) from error
     labels = [variant.label for variant in chosen]
@@ -156,10 +180,15 @@ def choose(arguments: argparse.Namespace) -> list[Any]:
     return chosen
 
 
+def encoder(model: Any) -> Callable[[str], list[int]]:
+    """Text to ids, without special tokens."""
+    return functools.partial(model.tokenizer.encode, add_special_tokens=False)
+
+
 def make_contexts(arguments: argparse.Namespace, model: Any) -> list[Any]:
     from benchmarks.quality import tasks
 
-    encode = functools.partial(model.tokenizer.encode, add_special_tokens=False)
+    encode = encoder(model)
     start = model.tokenizer.encode("")
     prose = common.prose()
     pieces = tasks.paragraphs(prose)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.quality import scores
-from benchmarks.quality.sweep import Bench, replay_tokens
+from benchmarks.quality.sweep import BATCH, Bench, replay_tokens
 from benchmarks.quality.variants import Pool, Variant
 from benchmarks.rows import NotFiniteError, Rows
 
@@ -133,8 +133,8 @@ def logprobs(bench: Bench, variant: Variant, item: Item) -> list[float]:
     rows = Rows(bench.runner, variant.label, bench.base.pool)
     found = [0.0] * len(item.choices)
     try:
-        for start in range(0, len(item.choices), bench.batch):
-            part = list(range(start, min(start + bench.batch, len(item.choices))))
+        for start in range(0, len(item.choices), BATCH):
+            part = list(range(start, min(start + BATCH, len(item.choices))))
             row_of = dict(zip(part, bench.scratch, strict=False))
             for row in row_of.values():
                 rows.fork(bench.base, 1, row)

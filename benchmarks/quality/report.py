@@ -12,9 +12,11 @@ from benchmarks.perplexity import perplexity
 from benchmarks.quality import scores
 from benchmarks.quality.scores import Interval
 from benchmarks.quality.sweep import LATER, Found, Outcome
-from benchmarks.quality.tasks import TASKS, Context
+from benchmarks.quality.tasks import NEEDLES, TASKS, Context
 
-THIRDS = ("first third", "second third", "last third")
+DEPTHS = 10
+"""Parts of a context by which needles are told apart."""
+LATE_MARKS = {"replay": " [r]", "decode": " [d]"}
 LATER_KEYS = ("question_in_prompt", "question_later")
 
 
@@ -68,18 +70,16 @@ def _tasks(reference: Outcome, contexts: Sequence[Context], numbers: Sequence[in
     return result
 
 
-def _by_depth(own: Sequence[Found], contexts: Sequence[Context], kept: Sequence[str]) -> dict[str, Interval]:
-    """Share of right answers by the third of the context in which the fact lies."""
-    answers: dict[str, list[scores.Answer]] = {third: [] for third in THIRDS}
+def _by_depth(own: Sequence[Found], contexts: Sequence[Context], kept: Sequence[str]) -> list[list[int]]:
+    """Right answers and questions about needles by the tenth of the context in which the fact lies."""
+    counts = [[0, 0] for _ in range(DEPTHS)]
     for found, context in zip(own, contexts, strict=True):
         for question, answer in zip(context.questions, found.answers, strict=True):
-            if question.task in kept:
-                answers[THIRDS[min(2, int(question.depth * 3))]].append(answer)
-    return {
-        third: scores.wilson(sum(a.hits for a in part), sum(a.trials for a in part))
-        for third, part in answers.items()
-        if part
-    }
+            if question.task in kept and question.task in NEEDLES:
+                part = counts[min(DEPTHS - 1, int(question.depth * DEPTHS))]
+                part[0] += answer.hits
+                part[1] += answer.trials
+    return counts
 
 
 def _share(answers: Sequence[scores.Answer]) -> float:
@@ -95,9 +95,12 @@ def _variant(
         "budget_tokens": variant.budget,
         "spec": variant.spec,
         "control": variant.control,
+        "acts": outcome.acts,
     }
     if outcome.invalid is not None:
         return {**result, "invalid": outcome.invalid}
+    numbers = [number for number in numbers if number in outcome.by_context]
+    result["contexts"] = len(numbers)
     own = [outcome.by_context[number] for number in numbers]
     dense = [reference.by_context[number] for number in numbers]
     apart = [[a - b for a, b in zip(found.nll, base.nll, strict=True)] for found, base in zip(own, dense, strict=True)]
@@ -137,9 +140,18 @@ def _variant(
         ]
         questions = sum(question.task in kept for n in numbers for question in contexts[n].questions)
         result["retrieval"] = scores.cautious(per_context, questions)
-        result["by_depth"] = _by_depth(own, [contexts[n] for n in numbers], kept)
+        by_depth = _by_depth(own, [contexts[n] for n in numbers], kept)
+        hits, trials = (sum(part[i] for part in by_depth) for i in (0, 1))
+        if trials:
+            result |= {"needles": scores.wilson(hits, trials), "needles_by_depth": by_depth}
+    result |= _costs(outcome, reference, len(contexts[numbers[0]].ids))
     asked = [task for task in LATER if task in kept]
-    if asked and any(f.later for f in own):
+    if asked and outcome.acts != "prompt":
+        answers = [
+            a for f, n in zip(own, numbers, strict=True) for task in asked for a in _by_task(f, contexts[n], task)
+        ]
+        result[LATER_KEYS[1]] = scores.wilson(sum(a.hits for a in answers), sum(a.trials for a in answers))
+    elif asked and any(f.later for f in own):
         pairs = [
             (f.answers[i], answer)
             for f, n in zip(own, numbers, strict=True)
@@ -149,6 +161,16 @@ def _variant(
         for key, answers in zip(LATER_KEYS, zip(*pairs, strict=True), strict=True):
             result[key] = scores.wilson(sum(a.hits for a in answers), sum(a.trials for a in answers))
     return result
+
+
+def _costs(outcome: Outcome, reference: Outcome, length: int) -> dict[str, Any]:
+    """Times beside dense attention, where they were taken."""
+    found: dict[str, Any] = {}
+    if length in outcome.speed:
+        found["decode_speed"] = outcome.speed[length]
+    if outcome is not reference and length in outcome.prefill_s and outcome.prefill_s != reference.prefill_s:
+        found["prefill_time"] = outcome.prefill_s[length] / reference.prefill_s[length]
+    return found
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, Any]:
@@ -192,12 +214,18 @@ def markdown(result: dict[str, Any], manifest: dict[str, Any], pictures: Sequenc
         parts.append(f"## {length} tokens")
         parts.append(f"{found['contexts']} contexts, {found['scored_tokens']} scored tokens; intervals are of 95%.")
         parts.append(_table(*_main_rows(found)))
+        notes = {
+            "replay": "the context is read once more before it is evicted, and all questions come after that",
+            "decode": "it acts while decoding: the end of the context is decoded, and all questions come after that",
+        }
+        acting = {facts["acts"] for facts in found["variants"].values()}
+        parts += ["\n".join(f"-{LATE_MARKS[acts]}: {why}." for acts, why in notes.items() if acts in acting)]
         parts.append("### Tasks")
         parts.append(_table(*_task_rows(found)))
         dropped = {task: facts["dropped"] for task, facts in found["tasks"].items() if facts["dropped"]}
         parts += ["\n".join(f"- `{task}` is dropped: {why}." for task, why in dropped.items())] if dropped else []
-        if any("by_depth" in facts for facts in found["variants"].values()):
-            parts += ["### Where the fact lies", _table(*_depth_rows(found))]
+        if any("needles_by_depth" in facts for facts in found["variants"].values()):
+            parts += ["### Needles by depth", _table(*_depth_rows(found))]
         parts += ["### Controls", "\n".join(f"- {line}" for line in control_lines(found))]
     return "\n\n".join(parts) + "\n"
 
@@ -215,24 +243,40 @@ def control_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _main_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["method", "resident", "read", "perplexity", "loss", "KL, nats", "same top token", "retrieval"]
-    header += ["question in prompt", "question later"]
+    header = [
+        "method",
+        "contexts",
+        "resident",
+        "MB",
+        "read",
+        "decode",
+        "prefill time",
+        "perplexity",
+        "loss",
+        "KL, nats",
+    ]
+    header += ["same top token", "needles", "retrieval", "question in prompt", "question later"]
     rows = []
     for name, facts in found["variants"].items():
         shown = f"{name} (control)" if facts["control"] else name
+        shown += LATE_MARKS.get(facts["acts"], "")
         if "invalid" in facts:
             rows.append([shown, f"invalid: {facts['invalid']}", *[""] * (len(header) - 2)])
             continue
         rows.append(
             [
                 shown,
+                str(facts["contexts"]),
                 f"{facts['resident_share']:.0%}",
+                f"{facts['resident_bytes'] / 1e6:.1f}",
                 f"{facts['read_share']:.0%}",
+                f"{facts['decode_speed']['ratio']:.2f}x" if "decode_speed" in facts else "-",
+                f"{facts['prefill_time']:.2f}x" if "prefill_time" in facts else "-",
                 f"{facts['perplexity']:.2f}",
                 f"{facts['loss'].value:+.1%}",
                 str(facts["kl_nats"]),
                 str(facts["top1_agreement"]),
-                *(str(facts[key]) if key in facts else "-" for key in ("retrieval", *LATER_KEYS)),
+                *(str(facts[key]) if key in facts else "-" for key in ("needles", "retrieval", *LATER_KEYS)),
             ]
         )
     return header, rows
@@ -249,11 +293,11 @@ def _task_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _depth_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = [
-        [label, *(str(facts["by_depth"].get(third, "-")) for third in THIRDS)]
+        [label, *(f"{hits}/{trials}" if trials else "-" for hits, trials in facts["needles_by_depth"])]
         for label, facts in found["variants"].items()
-        if "by_depth" in facts
+        if "needles_by_depth" in facts
     ]
-    return ["method", *THIRDS], rows
+    return ["method", *(f"{i / DEPTHS:.0%} to {(i + 1) / DEPTHS:.0%}" for i in range(DEPTHS))], rows
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -193,8 +193,16 @@ class Bench:
 
     def take(self, rows: Rows, source: int, target: int) -> None:
         """Makes `target` of `rows` a fork of a context or question, as it was when it had been read."""
-        self.base.teach(source, self.learned.get(source, {}))
-        rows.fork(self.base, source, target)
+        self.give(self.base, rows, source, target)
+
+    def give(self, owner: Rows, rows: Rows, source: int, target: int) -> None:
+        """A fork that shares pages, and finds beside them what there was when `source` was remembered."""
+        owner.teach(source, self.learned.get(source, {}))
+        rows.fork(owner, source, target, share=True)
+
+    def remember(self, owner: Rows, row: int) -> None:
+        """From now on forks of `row` find what is there now."""
+        self.learned[row] = owner.learned(row)
 
     def bytes_of(self, variant: Variant, rows: Rows, row: int) -> tuple[float, float]:
         """Resident and read bytes of a row's cache, its side arrays included."""
@@ -251,7 +259,7 @@ def run(
                 times.append(time.perf_counter() - start)
                 if number in allowed:
                     bench.base.replay(row, context.ids)
-                bench.learned[row] = bench.base.learned(row)
+                bench.remember(bench.base, row)
                 progress(f"prefill of {len(context.ids)} tokens")
             _ask_base(bench, batch)
             for outcome in found:
@@ -282,7 +290,7 @@ def _prefill(bench: Bench, row: int, context: Context, tail: int) -> bool:
     ids = context.ids
     ticket = bench.base.prefill(row, ids[: len(ids) - tail], finish=False)
     if tail:
-        bench.base.fork(bench.base, row, bench.trunks[row - 1])
+        bench.base.fork(bench.base, row, bench.trunks[row - 1], share=True)
         ticket = bench.base.append(row, ids[len(ids) - tail :])
     return bool(ticket.result().ok.all())
 
@@ -294,7 +302,7 @@ def _ask_base(bench: Bench, batch: Sequence[Context]) -> None:
         for question in context.questions:
             bench.take(bench.base, source, row)
             bench.base.append(row, question.ids[:-1])
-            bench.learned[row] = bench.base.learned(row)
+            bench.remember(bench.base, row)
             row += 1
 
 
@@ -338,7 +346,7 @@ def _evict(bench: Bench, outcome: Outcome, rows: Rows, batch: Sequence[Context],
     kept = bench.kept[: len(batch)]
     for source, row in enumerate(kept, 1):
         if outcome.acts == "decode":
-            rows.fork(bench.base, bench.trunks[source - 1], row)
+            rows.fork(bench.base, bench.trunks[source - 1], row, share=True)
             rows.finish_prompt(row)
         else:
             bench.take(rows, source, row)
@@ -346,6 +354,8 @@ def _evict(bench: Bench, outcome: Outcome, rows: Rows, batch: Sequence[Context],
     if outcome.acts == "decode":
         for place in range(-tail, 0):
             rows.logits(kept, [context.ids[place] for context in batch])
+    for row in kept:
+        bench.remember(rows, row)
 
 
 def _forced(bench: Bench, variant: Variant, rows: Rows, numbers: Sequence[int], tokens: Sequence[int], rng: Any) -> Any:
@@ -368,7 +378,7 @@ def _continue(
     variant = outcome.variant
     own = bench.scratch[: len(batch)]
     for source, row in zip(bench.kept, own, strict=False):
-        rows.fork(rows, source, row)
+        bench.give(rows, rows, source, row)
     ids = np.asarray([context.continuation for context in batch], np.int32)
     is_reference = any(number not in references for number in numbers)
     rng = np.random.default_rng(numbers[0])
@@ -419,14 +429,12 @@ def _ask_later(
 ) -> list[scores.Answer]:
     """Asks (context, number, question) of contexts that were evicted before; they are again after it: a second turn."""
     rng = np.random.default_rng(0)
-    learned = {context: rows.learned(bench.kept[context]) for context, *_ in asked}
     found: list[scores.Answer] = []
     for start in range(0, len(asked), BATCH):
         part = asked[start : start + BATCH]
         targets = bench.scratch[BATCH : BATCH + len(part)]
         for (context, _, question), row in zip(part, targets, strict=True):
-            rows.teach(bench.kept[context], learned[context])
-            rows.fork(rows, bench.kept[context], row)
+            bench.give(rows, rows, bench.kept[context], row)
             rows.append(row, question.ids[:-1])
             rows.finish_prompt(row)
         found += _last_token(bench, variant, rows, targets, [question for *_, question in part], rng)

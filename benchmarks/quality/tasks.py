@@ -21,6 +21,8 @@ TASKS = {
     "tool_result": "a field of a tool's JSON in the middle",
     "early_turn": "what the user said in the first turn",
 }
+NEEDLES = ("single", "multi_key", "tool_result")
+"""Tasks whose answer is one fact, told once, at a depth that is known."""
 WORDS = (
     "apple banana copper dragon eagle falcon ginger honey ivory jasmine kiwi lemon maple nickel olive panda quartz "
     "rabbit silver tiger umbrella violet walnut yellow zebra coral cotton diamond dolphin elephant garlic giraffe "
@@ -127,6 +129,26 @@ def paragraphs(prose: str) -> list[str]:
     return found
 
 
+def _arranged(
+    facts: Sequence[tuple[str, str]], tool: tuple[str, str], seed: int, rng: random.Random
+) -> list[tuple[str, str]]:
+    """Nine facts and the tool's result in the middle, in an order that is drawn.
+
+    The five that are needles take every second place, those that the context of the next seed leaves free, so two
+    contexts have a needle in each tenth.
+    """
+    middle = len(facts) // 2
+    every_second = [place for place in range(seed % 2, len(facts) + 1, 2) if place != middle]
+    others = [place for place in range(len(facts) + 1) if place not in (*every_second, middle)]
+    rng.shuffle(others)
+    needles = [fact for fact in facts if fact[1] == "single" or fact[1].startswith("key")]
+    rest = [fact for fact in facts if fact not in needles]
+    rng.shuffle(needles)
+    rng.shuffle(rest)
+    placed = dict(zip([*every_second, *others], [*needles, *rest], strict=True))
+    return [tool if place == middle else placed[place] for place in range(len(facts) + 1)]
+
+
 def make_context(
     encode: Encode,
     prose: Sequence[str],
@@ -166,21 +188,18 @@ def make_context(
     ]
     document += [(f"One of the presents for Mr. Brown is{words[i]}.", f"value{n}") for n, i in enumerate(several)]
     document.append((f"{giver} owns the{words[variable]}. {giver} gave {taker} what he owns.", "var"))
-    rng.shuffle(document)
     items = rng.randrange(2, 30)
-    document.insert(
-        len(document) // 2,
-        (_TOOL.format(order=order, items=items, place=places[4], value=words[tool]), "tool"),
-    )
+    result = _TOOL.format(order=order, items=items, place=places[4], value=words[tool])
+    document = _arranged(document, (result, "tool"), seed, rng)
 
     head = [*start, *encode(_OPENING.format(early=words[early]) + _READ)]
     facts = [(encode(text + "\n\n"), name) for text, name in document]
     room = length - len(head) - sum(len(ids) for ids, _ in facts)
     if room < len(facts):
         raise ValueError(f"contexts need more than {length - room + len(facts)} tokens, not {length}")
-    # Facts stand after the paragraph that reaches their place: evenly spread, with some noise. None stands behind the
-    # last paragraph, which the continuation goes on with.
-    places_of = [room * (n + rng.uniform(0.2, 0.8)) / len(facts) for n in range(len(facts))]
+    # Facts stand after the paragraph that reaches their place: one in each tenth, with some noise. None stands behind
+    # the last paragraph, which the continuation goes on with.
+    places_of = [room * (n + rng.uniform(0.1, 0.6)) / len(facts) for n in range(len(facts))]
     ids, depths, used = list(head), {"early": 0.0}, 0
     number = rng.randrange(len(prose))
     pending = list(zip(places_of, facts, strict=True))
@@ -201,7 +220,6 @@ def make_context(
         follow = encode(_ASK.format(ask=ask, lead=lead)) + list(vocabulary.glue)
         return Question(task, depths[fact], tuple(follow), tuple(firsts[i] for i in answers), tuple(firsts))
 
-    asked = rng.sample(range(4), 2)
     questions = [
         question(
             "single",
@@ -218,7 +236,7 @@ def make_context(
                 f"key{n}",
                 keyed[n],
             )
-            for n in asked
+            for n in range(4)
         ),
         question(
             "multi_value",

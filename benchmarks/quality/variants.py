@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import registry
+from sparsejax import combine, registry
 from sparsejax.errors import MethodError
-from sparsejax.geometry import Geometry
-from sparsejax.method import Aux, AuxSpec, EvictContext, Method, Written
+from sparsejax.geometry import Geometry, Granularity
+from sparsejax.method import Aux, AuxSpec, EvictContext, Method, ObserveContext, Written
 from sparsejax.storage import Storage
 
-REFERENCE = "dense"
+REFERENCE = registry.DEFAULT_METHOD
+DEFAULTS = (registry.DEFAULT_METHOD, registry.DEFAULT_STORAGE)
 PAGE_SIZE = 16
 """Tokens of a page for methods that ask for no size."""
 
@@ -48,8 +49,30 @@ class Variant:
     control: bool = False
 
 
-def parse(spec: str) -> Variant:
-    """The variant of a composition.
+def families() -> list[str]:
+    """What is compared if nothing is said: every member of the registry but the reference, alone, retention first."""
+    order = ("retention", "selection", "prefill", "storage")
+    known = [entry for name, entry in registry.available().items() if name not in DEFAULTS and entry.axis in order]
+    return [entry.name for entry in sorted(known, key=lambda entry: order.index(entry.axis))]
+
+
+def usual(budgets: Sequence[int], chosen: Sequence[str]) -> list[Variant]:
+    """Variants of each family for each budget, budgets outermost; where nothing has a size, its samples.
+
+    Raises:
+      MethodError: see `registry.sized` and `registry.resolve`.
+    """
+    entries = registry.available()
+    sized = [name for name in chosen if name not in entries or entries[name].sized is not None]
+    found = [parse(registry.sized(name, budget), budget) for budget in budgets for name in sized]
+    for name in chosen:
+        if name not in sized:
+            found += [parse(registry.spec_of(entries[name], params)) for params in entries[name].samples]
+    return found
+
+
+def parse(spec: str, budget: int | None = None) -> Variant:
+    """The variant of a composition that holds or reads `budget` tokens, if that is known.
 
     Raises:
       MethodError: see `registry.resolve`.
@@ -59,13 +82,14 @@ def parse(spec: str) -> Variant:
     members = [member.name for member in method.members or (method,) if member.axis != "none"]
     members += [storage.name] if storage != default else []
     family = "+".join(members) or REFERENCE
-    budgets = [getattr(member.params, "budget", None) for member in _by_axis(method)]
-    budget = next((budget for budget in budgets if budget is not None), None)
+    if budget is None:
+        budgets = [getattr(member.params, "budget", None) for member in _by_axis(method)]
+        budget = next((known for known in budgets if known is not None), None)
     return Variant(f"{family} {budget}" if budget else family, family, budget, spec, method, storage)
 
 
 def _by_axis(method: Method) -> list[Method]:
-    return sorted(method.members or (method,), key=lambda member: member.axis != "retention")
+    return sorted(_members(method), key=lambda member: member.axis != "retention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,53 +148,127 @@ def shuffle_positions(state: Any, rows: Sequence[int], window: int, rng: np.rand
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """Members whose statistics a recorder keeps, one for each set of arrays."""
+    """Members whose statistics a recorder keeps, one for each pair of hooks."""
 
     members: tuple[Method, ...]
 
 
 def recorder(methods: Sequence[Method]) -> Method:
-    """Dense attention that keeps every statistic that the methods keep while a prompt is read.
+    """Dense attention that keeps every statistic that the methods keep while a prompt is read, and replays it for them.
 
-    Members that declare the same arrays are taken to fill them alike while a prompt is read, whatever their budgets;
+    Members with the same hooks are taken to fill their arrays alike while a prompt is read, whatever their budgets;
     tests compare with prefills by the methods themselves.
     """
     found: dict[Any, Method] = {}
-    for method in methods:
-        for member in method.members or (method,):
-            if member.on_write is not None:
-                found.setdefault(member.on_write, member)
-
-    def aux(params: Recorded, geometry: Geometry) -> dict[str, AuxSpec]:
-        return {name: spec for member in params.members for name, spec in member.aux_specs(geometry).items()}
-
-    def on_write(
-        params: Recorded, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written
-    ) -> tuple[Aux, Aux]:
-        for member in params.members:
-            if member.on_write is not None:
-                page_aux, row_aux = member.on_write(member.params, geometry, page_aux, row_aux, written)
-        return page_aux, row_aux
-
-    granularity = methods[0].granularity
+    for member in (member for method in methods for member in _members(method)):
+        hooks = member.on_write, member.observe
+        known = found.get(hooks)
+        # Short prompts are not replayed: whoever replays the shortest ones does so for all.
+        if any(hooks) and (known is None or _shortest_replay(member) < _shortest_replay(known)):
+            found[hooks] = member
+    members = tuple(found.values())
+    observing = any(member.observe is not None for member in members)
+    replaying = any(member.replays is not None for member in members)
     return Method(
-        "recorder", "none", Recorded(tuple(found.values())), granularity=granularity, aux=aux, on_write=on_write
+        "recorder",
+        "none",
+        Recorded(members),
+        granularity=_finest(methods),
+        aux=_recorded_aux,
+        on_write=_record_written,
+        observe=_record_observed if observing else None,
+        private_rows=any(method.private_rows for method in methods),
+        replays=_recorded_replays if replaying else None,
+        replay_tokens=_recorded_replay_tokens if replaying else None,
     )
 
 
-def own_prefill(method: Method, length: int) -> str | None:
+def _members(method: Method) -> tuple[Method, ...]:
+    return method.members or (method,)
+
+
+def _finest(methods: Sequence[Method]) -> Granularity:
+    return max((method.granularity for method in methods), key=list(Granularity).index)
+
+
+def _shortest_replay(member: Method) -> int:
+    """Log2 of the shortest prompt that is replayed."""
+    return next((power for power in range(24) if member.replay_lengths(1 << power)), 24)
+
+
+def _recorded_aux(params: Recorded, geometry: Geometry) -> dict[str, AuxSpec]:
+    return {name: spec for member in params.members for name, spec in member.aux_specs(geometry).items()}
+
+
+def _record_written(
+    params: Recorded, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written
+) -> tuple[Aux, Aux]:
+    for member in params.members:
+        if member.on_write is not None:
+            page_aux, row_aux = member.on_write(member.params, geometry, page_aux, row_aux, written)
+    return page_aux, row_aux
+
+
+def _record_observed(params: Recorded, context: ObserveContext) -> tuple[Aux, Aux]:
+    for member in params.members:
+        if member.observe is not None:
+            page_aux, row_aux = member.observe(member.params, context)
+            context = context._replace(page_aux=page_aux, row_aux=row_aux)
+    return context.page_aux, context.row_aux
+
+
+def _replaying(params: Recorded) -> Method:
+    return next(member for member in params.members if member.replays is not None)
+
+
+def _recorded_replays(params: Recorded, prompt_tokens: int) -> tuple[int, ...]:
+    return _replaying(params).replay_lengths(prompt_tokens)
+
+
+def _recorded_replay_tokens(params: Recorded, prompt: np.ndarray, index: int) -> np.ndarray:
+    return _replaying(params).replay_ids(prompt, index)
+
+
+# When methods act
+
+
+def own_prefill(method: Method, length: int, geometry: Geometry) -> str | None:
     """Why a prompt of the method is not that of dense attention followed by one eviction, or None."""
-    if any(member.axis == "prefill" for member in method.members or (method,)):
+    if any(member.axis == "prefill" for member in _members(method)):
         return "its prefill differs from the dense one"
-    lengths = np.arange(1, length + 1, dtype=np.int32)
-    if (method.kept_after("chunk", lengths) != lengths).any():
-        return "it evicts between the chunks of a prompt"
+    for size in (*range(64, length, 64), length):
+        lengths = np.full(geometry.table_shape(method.granularity), size, np.int32)
+        if (method.kept_after("chunk", lengths) != lengths).any():
+            return "it evicts between the chunks of a prompt"
     return None
+
+
+def acts(method: Method, geometry: Geometry) -> str:
+    """When rows first go, however few may stay: after a "prompt", or once it was read again in a "replay", or not
+    before "decode" steps. Where none ever go, "prompt".
+    """
+    if method.replays is not None:
+        return "replay"
+    longest = np.full(geometry.table_shape(method.granularity), 1 << 24, np.int32)
+    phases = [phase for phase in ("prompt", "token") if (method.kept_after(phase, longest) < longest).any()]
+    return "decode" if phases == ["token"] else "prompt"
+
+
+def first_eviction(method: Method, length: int, geometry: Geometry, most: int = 1024) -> int:
+    """Tokens that are decoded after a prompt of `length` until rows go; 0 if none do within `most`."""
+    for done in range(1, most + 1):
+        lengths = np.full(geometry.table_shape(method.granularity), length + done, np.int32)
+        if method.may_evict("token", done) and (method.kept_after("token", lengths) < lengths).any():
+            return done
+    return 0
 
 
 @dataclasses.dataclass
 class Pool:
-    """Variants that share a device state and one prefill of each context, kept by `base`."""
+    """Variants that share a device state and one prefill of each context, kept by `base`.
+
+    Their rows have the granularity of `base`, the finest that one of them needs, which changes no result.
+    """
 
     base: Method
     storage: Storage
@@ -178,9 +276,16 @@ class Pool:
     variants: list[Variant]
     why_alone: str | None = None
 
+    def methods(self) -> dict[str, Method]:
+        """The variants' methods by label, as they are served here."""
+        grain = self.base.granularity
+        return {variant.label: combine.with_granularity(variant.method, grain) for variant in self.variants}
+
 
 def pools(variants: Sequence[Variant], geometry_of: Any, length: int) -> list[Pool]:
-    """Groups variants by what they can share: storage, page size, granularity, and arrays of one shape.
+    """Groups variants by what they can share: storage, page size, arrays of one shape, and what fills them.
+
+    Those whose forks can't share pages are apart: they take more memory.
 
     Args:
       variants: the reference comes first.
@@ -190,7 +295,7 @@ def pools(variants: Sequence[Variant], geometry_of: Any, length: int) -> list[Po
     Raises:
       MethodError: a method can't serve the model, with the reasons.
     """
-    groups: list[tuple[tuple, dict[str, AuxSpec], list[Variant], str | None]] = []
+    groups: list[tuple[tuple, dict[str, Any], list[Variant], str | None]] = []
     for variant in variants:
         method = variant.method
         size = method.page_size(method.params) or PAGE_SIZE
@@ -198,23 +303,35 @@ def pools(variants: Sequence[Variant], geometry_of: Any, length: int) -> list[Po
         reasons = method.check(method.params, geometry)
         if reasons:
             raise MethodError(f"{variant.spec}: " + "; ".join(reasons))
-        specs, alone = method.aux_specs(geometry), own_prefill(method, length)
-        key = (variant.storage, size, method.granularity)
+        kept, alone = _statistics(method, geometry), own_prefill(method, length, geometry)
+        key = (variant.storage, size)
         for known, held, members, why in groups:
-            fits = all(held.get(name, spec) == spec for name, spec in specs.items())
+            fits = all(held.get(name, what) == what for name, what in kept.items())
             if alone is None and why is None and known == key and fits:
-                held.update(specs)
+                held.update(kept)
                 members.append(variant)
                 break
         else:
-            groups.append((key, dict(specs), [variant], alone))
+            groups.append((key, dict(kept), [variant], alone))
     return [
         Pool(
             members[0].method if why else recorder([variant.method for variant in members]),
-            key[0],
-            key[1],
+            *key[:2],
             members,
             why,
         )
         for key, _, members, why in groups
     ]
+
+
+def _statistics(method: Method, geometry: Geometry) -> dict[str, Any]:
+    """The arrays that a method needs by name: their specs, and how they are filled where that is a choice."""
+    found: dict[str, Any] = {}
+    for member in _members(method):
+        how = getattr(member.params, "scoring", None)
+        if member.replays is not None:
+            fields = dataclasses.fields(member.params)
+            modes = [getattr(member.params, field.name) for field in fields if not field.metadata["unit"]]
+            how = (*modes, *member.replay_lengths(1 << 20))
+        found |= {name: (spec, how) for name, spec in member.aux_specs(geometry).items()}
+    return found
