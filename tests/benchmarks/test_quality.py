@@ -184,7 +184,10 @@ def pools_of(model, chosen, length=1400):
     return variants.pools(chosen, lambda size: model.spec.geometry(size, 2048), length)
 
 
-@pytest.mark.parametrize("spec", [SNAPKV, f"quest({SMALL},quest_skip_layers=0)", f"{SNAPKV}+quest+fp8_kv"])
+H2O = "h2o(h2o_decode_budget=40,h2o_decode_eviction=true,h2o_decode_eviction_interval=4)"
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, f"quest({SMALL},quest_skip_layers=0)", f"{SNAPKV}+quest+fp8_kv", H2O])
 def test_a_fork_of_the_shared_prefill_is_the_methods_own(tiny, spec):
     """Same logits, bit for bit, as when the method reads the prompt itself, with a question appended in between."""
     method, storage = registry.resolve(spec)
@@ -211,6 +214,9 @@ def test_a_fork_of_the_shared_prefill_is_the_methods_own(tiny, spec):
     shared = runner(own=method, base=base)
     trunk = Rows(shared, "base")
     trunk.prefill(1, ids[:192])
+    trunk.fork(trunk, 1, 3)
+    trunk.append(3, ids[:64])  # another question, which must not be heard
+    trunk.release(3)
     trunk.fork(trunk, 1, 2)
     trunk.append(2, ids[192:256])
     branch = Rows(shared, "own", trunk.pool)
