@@ -131,10 +131,13 @@ class Params:
         """Rows at the beginning and at the end that stay whatever their score."""
         return {"first": self.sink_keep_tokens, "recent": self.recent_keep_tokens}
 
+    def has_table(self, geometry: Geometry) -> bool:
+        """Whether there is room for sentences, with or without delimiters: memory is planned before they are known."""
+        return self.skipkv_enable_sentence_scoring and geometry.hidden_size > 0 and self.acts(geometry)
+
     def tells_sentences(self, geometry: Geometry) -> bool:
         """Whether sentences are tracked: not without delimiters."""
-        wanted = self.skipkv_enable_sentence_scoring and bool(self.skipkv_delimiter_ids)
-        return wanted and geometry.hidden_size > 0 and self.acts(geometry)
+        return self.has_table(geometry) and bool(self.skipkv_delimiter_ids)
 
     def acts(self, geometry: Geometry) -> bool:
         """Whether any request can grow long enough to be compacted."""
@@ -176,7 +179,7 @@ def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
         return {}
     ring = params.skipkv_observation_tokens, geometry.num_q_heads, geometry.head_dim
     arrays = {QUERIES: AuxSpec("row", ring)}
-    if params.tells_sentences(geometry):
+    if params.has_table(geometry):
         tracked, width = params.skipkv_max_tracked_sentences, geometry.hidden_size
         kinds = ((tracked, 2), "int32"), ((tracked, width), "float32"), ((3,), "int32"), ((width,), "float32")
         arrays |= {name: AuxSpec("request", *kind) for name, kind in zip(SENTENCES, kinds, strict=True)}

@@ -120,11 +120,18 @@ def test_what_stays_is_what_no_later_sentence_repeats(name):
 
 
 def test_without_delimiters_there_are_no_sentences():
-    knobs = small("skipkv") | {"skipkv_delimiter_ids": ()}
-    assert not Session("skipkv", params=knobs).state.request_aux
-    assert set(Session("skipkv", params=small("skipkv")).state.request_aux) == set(skipkv.SENTENCES)
-    off = small("skipkv") | {"skipkv_enable_sentence_scoring": False}
-    assert not Session("skipkv", params=off).state.request_aux
+    found = []
+    for knobs in ({"skipkv_delimiter_ids": ()}, {"skipkv_enable_sentence_scoring": False}, {}):
+        session = Session("skipkv", params=small("skipkv") | knobs)
+        session.prefill({1: tokens_of(1, 31)})
+        for token in tokens_of(2, 16):
+            session.decode([1], [token])
+        found.append(session.positions(1).tolist())
+        arrays = session.state.request_aux
+        # Memory is planned before the tokenizer says what ends a sentence.
+        assert set(arrays) == (set() if "skipkv_enable_sentence_scoring" in knobs else set(skipkv.SENTENCES))
+        assert any(jnp.any(array) for array in arrays.values()) == (not knobs)
+    assert found[0] == found[1]
 
 
 def test_delimiters_come_from_the_tokenizer():
