@@ -92,6 +92,7 @@ class MockMethod:
     final_chunk: int = 1
     replay_chunk: int | None = None
     private_rows: bool = False
+    chunk_dependent: bool = False
 
     @property
     def evicts(self) -> bool:

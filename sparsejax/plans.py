@@ -181,6 +181,11 @@ class MethodFacts(Protocol):
         """What is kept beside a stored row goes on changing: rows that choices have in common can't share pages."""
         ...
 
+    @property
+    def chunk_dependent(self) -> bool:
+        """Results depend on how a prompt is cut into chunks."""
+        ...
+
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows that stay once `phase` (see `MaintainRow`) is over; equal to `length` if nothing is due."""
         ...

@@ -79,12 +79,13 @@ class PrefillPlanner:
         estimate = self.estimate_s(bucket)
         return _cost(bucket) if estimate is None else estimate
 
-    @staticmethod
-    def _fill(candidates: SequenceOf[Sequence], bucket: Bucket) -> list[int]:
+    def _fill(self, candidates: SequenceOf[Sequence], bucket: Bucket) -> list[int]:
         rows, chunk = bucket
         tokens, used = [], 0
         for candidate in candidates:
             n = candidate.chunk_tokens(chunk) if used < rows else 0
+            if candidate.group.facts.chunk_dependent and n < candidate.chunk_tokens(self.max_chunk):
+                n = 0  # chunks are as long as they can be: what comes out must not depend on the company
             used += n > 0
             tokens.append(n)
         return tokens

@@ -15,6 +15,7 @@ from sparsejax.cache.pages import PoolExhaustedError
 from sparsejax.errors import CacheTooSmallError, ConfigError, ContextLengthError, QueueTimeoutError, RequestError
 from sparsejax.geometry import Granularity
 from sparsejax.mock import METHODS, MockMethod
+from sparsejax.plans import PrefillRow, Ticket
 from sparsejax.rows import RowPages, State
 from sparsejax.settings import EngineSettings
 from tests.host.bench import Bench, observe
@@ -731,6 +732,35 @@ def test_a_method_that_understates_its_peak_is_held_anyway() -> None:
 
 
 # Several choices of one prompt.
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_company_does_not_change_chunks_that_matter(monkeypatch: pytest.MonkeyPatch, dependent: bool) -> None:
+    bench = Bench(
+        EngineSettings(stall_target_ms=1),
+        methods=(MockMethod("cut", window=24, chunk_dependent=dependent), MockMethod("other")),
+        prefill_buckets=((1, 8), (4, 8), (1, 32), (2, 32)),
+    )
+    found: list[list[int]] = []
+    by_row: dict[int, list[int]] = {}
+    prefill = bench.runner.prefill
+
+    def noted(method: str, rows: list[PrefillRow]) -> Ticket:
+        for row in rows:
+            if row.first:
+                by_row[row.row] = []
+                found.append(by_row[row.row])
+            by_row[row.row].append(len(row.tokens))
+        return prefill(method, rows)
+
+    monkeypatch.setattr(bench.runner, "prefill", noted)
+    bench.submit(70, 30, "cut")
+    bench.run()
+    for tokens in (3, 70, 33, 64):  # while another decodes, side by side, one after the other
+        bench.submit(tokens, 40, "cut")
+        bench.step(3)
+    bench.run()
+    assert (found == [[32, 32, 6], [3], [32, 32, 6], [32, 1], [32, 32]]) == dependent
 
 
 @pytest.mark.parametrize("method", NAMES)
