@@ -118,6 +118,9 @@ class Decoder:
             x, normed = norm(x, delta, layer_weights["mlp_norm"])
             return Stream(x, layers.swiglu(normed, layer_weights["gate_up"], layer_weights["down"]))
 
+    def turn(self, spec: ModelSpec, keys: jax.Array, distance: jax.Array) -> jax.Array:
+        return layers.rope_turn(spec.rope, keys, distance)
+
     def logits(self, spec: ModelSpec, weights: Weights, stream: Stream, implementation: str | None = None) -> jax.Array:
         with jax.named_scope("logits"):
             norm = functools.partial(api.add_rms_norm, eps=spec.rms_norm_eps, implementation=implementation)

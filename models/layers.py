@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsejax.models.spec import RopeSpec
 from sparsejax.pallas_kernels import api
+from sparsejax.pallas_kernels.heads import apply_rope
 
 
 def _precision(x: jax.Array) -> jax.lax.Precision | None:
@@ -127,3 +128,11 @@ def rope_table(rope: RopeSpec, head_dim: int, positions: jax.Array) -> tuple[jax
     frequencies = jnp.asarray(frequencies).reshape((1,) * (positions.ndim + 1) + frequencies.shape)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles) * multiplier, jnp.sin(angles) * multiplier
+
+
+def rope_turn(rope: RopeSpec, keys: jax.Array, distance: jax.Array) -> jax.Array:
+    """Keys [..., head_dim] of some positions as they would be `distance` (int32 [...]) positions further on."""
+    frequencies, _ = rope_frequencies(rope, keys.shape[-1])  # the multiplier is in the keys already
+    frequencies = jnp.asarray(frequencies).reshape((1,) * distance.ndim + frequencies.shape)
+    angles = distance.astype(jnp.float32)[..., None] * frequencies
+    return apply_rope(keys, (jnp.cos(angles), jnp.sin(angles)))

@@ -153,6 +153,10 @@ class Architecture(Protocol):
         """
         ...
 
+    def turn(self, spec: ModelSpec, keys: jax.Array, distance: jax.Array) -> jax.Array:
+        """Finished keys [..., head_dim] as they would be `distance` (int32 [...], broadcast) positions further on."""
+        ...
+
     def logits(self, spec: ModelSpec, weights: Weights, stream: Stream, implementation: str | None = None) -> jax.Array:
         """[..., hidden] -> float32 [..., vocab], final norm included."""
         ...

@@ -71,6 +71,7 @@ def compose(members: tuple[Method, ...]) -> Method:
         page_size=_page_size,
         check=_check,
         chunk_dependent=any(member.chunk_dependent for member in members),
+        rotary="row" if any(member.rotary == "row" for member in members) else "position",
         private_rows=any(member.private_rows for member in members),
     )
     joined = {"on_write": _on_write, "observe": _observe, "survey": _survey, "bind": _bind}

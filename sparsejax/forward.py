@@ -232,7 +232,10 @@ def _layer(
         out, _ = api.decode_attention(q, cache.pools, names, grown, **attention)
         return out
 
-    positions = batch.positions[:, 0] if phase == "decode" else batch.positions
+    positions = batch.positions
+    if method.rotary == "row":
+        positions = view.lengths[:, :1] + jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+    positions = positions[:, 0] if phase == "decode" else positions
     model = get_architecture(statics.spec.architecture)
     pick = functools.partial(_last_tokens, batch.num_new) if ends else None
     stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation, pick)

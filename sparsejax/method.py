@@ -309,6 +309,8 @@ class Method:
       prompt_peak: host, (params, lengths, prompt_tokens, chunk_tokens) -> most rows held while a prompt is appended in
         chunks of at most so many tokens; None where nothing is due between chunks.
       read_count: host, rows that a decode step reads, averaged over layers and heads.
+      rotary: where rotary embedding sees a token: at its logical "position", or at the index of its "row". The latter
+        needs heads of equal lengths; keys whose rows move up in a compaction are turned back as far.
       page_size: host, page size in tokens that the method insists on, or None.
       check: host, reasons why this model and page size can't be served.
       refuses: host, reasons why it can't be composed with these other members, from what they declare.
@@ -348,6 +350,7 @@ class Method:
     peak: Callable[[Any, np.ndarray, int, int], np.ndarray] = _grow
     prompt_peak: Callable[[Any, np.ndarray, int, int], np.ndarray] | None = None
     read_count: Callable[[Any, int, Geometry], float] = _read_all
+    rotary: Literal["position", "row"] = "position"
     page_size: Callable[[Any], int | None] = lambda params: None
     check: Callable[[Any, Geometry], list[str]] = _no_checks
     refuses: Callable[[Any, tuple[Method, ...]], list[str]] = _no_refusals

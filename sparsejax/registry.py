@@ -188,7 +188,12 @@ def resolve(
     if not methods:
         methods.append(_build_default(DEFAULT_METHOD))
     chosen = storages[0] if storages else _build_default(DEFAULT_STORAGE)
-    return combine.compose(tuple(methods)), chosen
+    method = combine.compose(tuple(methods))
+    if method.rotary == "row" and not chosen.exact:
+        raise MethodError(
+            f"{method.name} turns stored keys whenever rows move up, and {chosen.name} would round them again each time"
+        )
+    return method, chosen
 
 
 def sized(composition: str, rows: int) -> str:

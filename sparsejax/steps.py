@@ -378,14 +378,21 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
         rows = api.move_rows(rows, keep, old, new, implementation=statics.implementation)
         page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
         cache = cache._replace(pools=rows, page_aux=page_aux)
-        if method.on_write is None:
+        if method.on_write is None and method.rotary == "position":
             return cache
         # Read where they went, not where they came from: then nothing needs the pools as they were.
         target = new.pages_at(columns)  # [1, kv_heads, kept]
         target = jnp.where(index[None, None] < new.lengths[:, :, None], target, 0)
         rows = {pool: array[target, offsets] for pool, array in cache.pools.items()}
         positions = rows.pop(POSITIONS)
-        keys, _ = load_tile(statics)(rows, layer)
+        keys, values = load_tile(statics)(rows, layer)
+        if method.rotary == "row":
+            keys = get_architecture(statics.spec.architecture).turn(statics.spec, keys, index[None, None] - keep)
+            payload = statics.storage.encode(statics.storage.params, geometry, layer, keys, values)
+            turned = {pool: cache.pools[pool].at[target, offsets].set(rows) for pool, rows in payload.items()}
+            cache = cache._replace(pools=cache.pools | turned)
+        if method.on_write is None:
+            return cache
         written = Written(
             phase="pack",
             rows=row[None],

@@ -1,7 +1,8 @@
 """StreamingLLM (arXiv 2309.17453): keep the first S tokens (attention sinks) and the last R, drop the middle unscored.
 
-Keys keep the rotation of their original position. The prompt is prefilled densely and compacted at its end; while
-decoding, the row grows to `ratio * (S + R)` rows and is cut back to S + R.
+Keys keep the rotation of their original position, or take that of the row they lie in ("reindex"). The prompt is
+prefilled densely and compacted at its end; while decoding, the row grows to `ratio * (S + R)` rows and is cut back to
+S + R.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.errors import MethodError
-from sparsejax.method import EvictContext, Method, Phase, integer_param, knob
+from sparsejax.geometry import Geometry
+from sparsejax.method import EvictContext, Method, Phase, choice_param, integer_param, knob
+
+MOST_TURNS = 8
+"""Rotations of a stored key in a dtype of 16 bits: after 8 it is 0.7% off, after 64 4%, after 512 26%."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +29,14 @@ class Params:
     streamingllm_decode_trigger_ratio: float = knob(
         2.0, "decode compacts once the row holds this multiple of sink + recent tokens; at least 1"
     )
+    streamingllm_position_mode: str = knob(
+        "original", "rotary embedding sees a token's 'original' position, or the index of its row ('reindex')"
+    )
 
     def __post_init__(self) -> None:
         integer_param("sink_keep_tokens", self.sink_keep_tokens, 0)
         integer_param("recent_keep_tokens", self.recent_keep_tokens, 1)
+        choice_param("streamingllm_position_mode", self.streamingllm_position_mode, ("original", "reindex"))
         ratio = self.streamingllm_decode_trigger_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not math.isfinite(ratio) or ratio < 1:
             raise MethodError(f"streamingllm_decode_trigger_ratio must be a number of at least 1, got {ratio!r}")
@@ -35,6 +44,15 @@ class Params:
     @property
     def budget(self) -> int:
         return self.sink_keep_tokens + self.recent_keep_tokens
+
+    @property
+    def reindexes(self) -> bool:
+        return self.streamingllm_position_mode == "reindex"
+
+    @property
+    def turns(self) -> int:
+        """How often a row moves up while decoding, before it is dropped."""
+        return -(-self.recent_keep_tokens // max(1, self.trigger - self.budget))
 
     @property
     def trigger(self) -> int:
@@ -63,6 +81,16 @@ def keep_rows(params: Params, context: EvictContext) -> jax.Array:
     return jnp.where(index < params.sink_keep_tokens, index, tail)[None]
 
 
+def check(params: Params, geometry: Geometry) -> list[str]:
+    if params.reindexes and geometry.dtype != "float32" and params.turns > MOST_TURNS:
+        return [
+            f"streamingllm_decode_trigger_ratio={params.streamingllm_decode_trigger_ratio} with "
+            f"streamingllm_position_mode=reindex turns a {geometry.dtype} key up to {params.turns} times, rounding each "
+            f"time; at most {MOST_TURNS} are served: choose a larger ratio"
+        ]
+    return []
+
+
 def build(params: Params) -> Method:
     return Method(
         "streamingllm",
@@ -73,6 +101,8 @@ def build(params: Params) -> Method:
         keep_rows=keep_rows,
         keep_count=keep_count,
         peak=peak,
+        rotary="row" if params.reindexes else "position",
+        check=check,
     )
 
 
@@ -90,7 +120,10 @@ NOTES = {
     "Acts": """
         After a prompt that leaves more than S + R rows; while decoding, whenever the row has grown to
         `streamingllm_decode_trigger_ratio` times as many. Keys keep their original positions, so the text can't grow
-        past the model's window.
+        past the model's window. With `streamingllm_position_mode=reindex` a token stands at the index of its row, and
+        keys that move up are turned back as far, which rounds them once more in the compute dtype: once while decoding
+        with a ratio of 2, and at the end of each turn. In 16 bits ratios that turn a key more than 8 times are refused,
+        and so are storages that round by themselves.
     """,
     "Costs": "Between S + R rows per layer and the ratio times as many; nothing is scored.",
     "Use it": """

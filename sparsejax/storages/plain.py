@@ -30,7 +30,7 @@ def load_tile(
 
 
 def build(params: NoParams) -> Storage:
-    return Storage("plain", params, "keys and values in the compute dtype", payload, encode, load_tile)
+    return Storage("plain", params, "keys and values in the compute dtype", payload, encode, load_tile, exact=True)
 
 
 PARAMS = NoParams

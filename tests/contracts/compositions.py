@@ -73,6 +73,7 @@ DEFAULTS_ARE_FINE = {
     "pool_kernel_size",
     "pool_type",
     "head_mode",
+    "streamingllm_position_mode",
     "pyramid_budget_mode",
     "pyramid_layer_ratios",
     "pyramidkv_start_layer",

@@ -25,7 +25,7 @@ TABLE = [
         for v in (0.99, -1, float("nan"), float("inf"), True, "2")
     ),
     ("streamingllm", "decode_keep_tokens", 5),  # not one of its parameters
-    ("streamingllm", "streamingllm_position_mode", "reindex"),
+    ("streamingllm", "streamingllm_position_mode", "relative"),
     *(
         ("snapkv", name, value)
         for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens")

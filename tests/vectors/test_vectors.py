@@ -81,11 +81,10 @@ def test_streamingllm_decode_trace(name):
 
 
 def test_every_streamingllm_case_is_known():
-    # Keys keep the rotation of their original position; re-rotation by row index is not a mode of this version.
-    left_out = {"reindex_rotary_positions"}
+    elsewhere = {"reindex_rotary_positions"}  # tests/contracts/test_streamingllm.py
     tested = {"prompt_compaction", "shorter_than_budget", "regions_overlap"}
     tested |= {"decode_trace_ratio_2.0", "decode_trace_ratio_1.0"}
-    assert set(cases("streamingllm")) == tested | left_out
+    assert set(cases("streamingllm")) == tested | elsewhere
 
 
 # Votes of an observation window
