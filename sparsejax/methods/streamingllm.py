@@ -84,8 +84,8 @@ def keep_rows(params: Params, context: EvictContext) -> jax.Array:
 def check(params: Params, geometry: Geometry) -> list[str]:
     if params.reindexes and geometry.dtype != "float32" and params.turns > MOST_TURNS:
         ratio = f"streamingllm_decode_trigger_ratio={params.streamingllm_decode_trigger_ratio}"
-        turns = f"turns a {geometry.dtype} key up to {params.turns} times, rounding it each time"
-        return [f"streamingllm_position_mode=reindex with {ratio} {turns}; choose a ratio that does at most {MOST_TURNS}"]
+        turns = f"turns a {geometry.dtype} key up to {params.turns} times, rounding each time"
+        return [f"streamingllm_position_mode=reindex with {ratio} {turns}; choose one that does at most {MOST_TURNS}"]
     return []
 
 
