@@ -1,6 +1,7 @@
 """Lines with intervals as SVG, for quality against size: no dependency, and a file that diffs.
 
-Series differ in colour, marker and dash, so that none of them is needed to tell them apart.
+Series differ in colour, marker and dash, so that none of them is needed to tell them apart. Those after the eighth take
+the colours again, with hollow markers and other dashes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#7f7f7f")
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3", "8 3 2 3")
 MARKERS = ("circle", "square", "triangle", "diamond")
+MOST_SERIES = 2 * len(COLOURS)
 _LEFT, _TOP, _WIDTH, _HEIGHT, _LEGEND = 70, 40, 480, 300, 250
 
 
@@ -100,8 +102,8 @@ def svg(
     Raises:
       ValueError: no points, more series than can be told apart, or values that a logarithmic axis can't show.
     """
-    if len(series) > len(COLOURS):
-        raise ValueError(f"{len(series)} series can't be told apart; {len(COLOURS)} can")
+    if len(series) > MOST_SERIES:
+        raise ValueError(f"{len(series)} series can't be told apart; {MOST_SERIES} can")
     levels = levels or {}
     points = [point for line in series.values() for point in line]
     bounds = [bound for point in points for bound in point[1:] if not (log_y and bound <= 0)]
@@ -123,7 +125,8 @@ def svg(
         parts.append(_line(_LEFT, y(level), _LEFT + _WIDTH, y(level), "#404040", "1 3"))
         parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y(level) + 4:.1f}">{html.escape(name)}</text>')
     for i, (name, line) in enumerate(series.items()):
-        colour, dash, marker = COLOURS[i], DASHES[i], MARKERS[i % len(MARKERS)]
+        again, place = divmod(i, len(COLOURS))
+        colour, dash, marker = COLOURS[place], DASHES[(place + again) % len(DASHES)], MARKERS[i % len(MARKERS)]
         ordered = sorted(line)
         path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in ordered)
         style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
@@ -133,14 +136,14 @@ def svg(
         for point in ordered:
             if math.isfinite(point.low) and math.isfinite(point.high):
                 parts.append(_line(x(point.x), y(point.low), x(point.x), y(point.high), colour))
-            parts.append(_marker(marker, x(point.x), y(point.y), colour))
+            parts.append(_marker(marker, x(point.x), y(point.y), colour, bool(again)))
         at = _TOP + 10 + 18 * i
         left = _LEFT + _WIDTH + 60
         if joined:
             parts.append(_line(left, at, left + 28, at, colour, dash, 2))
-        parts.append(_marker(marker, left + 14, at, colour))
+        parts.append(_marker(marker, left + 14, at, colour, bool(again)))
         parts.append(f'<text x="{left + 34}" y="{at + 4}">{html.escape(name)}</text>')
-    size = f'width="{_LEFT + _WIDTH + _LEGEND}" height="{_TOP + _HEIGHT + 48}"'
+    size = f'width="{_LEFT + _WIDTH + _LEGEND}" height="{_TOP + max(_HEIGHT, 18 * len(series)) + 48}"'
     body = "\n".join(parts)
     font = 'font-family="sans-serif" font-size="11"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>\n{body}\n</svg>\n'
@@ -151,16 +154,17 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: str = "
     return f'<line {ends} stroke="{colour}" stroke-width="{width:g}" stroke-dasharray="{dash}"/>'
 
 
-def _marker(kind: str, x: float, y: float, colour: str) -> str:
+def _marker(kind: str, x: float, y: float, colour: str, hollow: bool) -> str:
+    style = f'fill="#ffffff" stroke="{colour}" stroke-width="1.5"' if hollow else f'fill="{colour}"'
     if kind == "circle":
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {style}/>'
     corners = {
         "square": ((-3.5, -3.5), (3.5, -3.5), (3.5, 3.5), (-3.5, 3.5)),
         "triangle": ((0, -5), (4.5, 4), (-4.5, 4)),
         "diamond": ((0, -5), (5, 0), (0, 5), (-5, 0)),
     }[kind]
     path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
-    return f'<polygon points="{path}" fill="{colour}"/>'
+    return f'<polygon points="{path}" {style}/>'
 
 
 def write(path: pathlib.Path, text: str) -> None:

@@ -153,9 +153,9 @@ class Rows:
     def fork(self, other: Rows, source: int, target: int, *, share: bool | None = None) -> None:
         """Replaces the row `target` by a copy of `source` of `other`, which may be of another method.
 
-        What can be shared is not copied; with `share` nothing is that lies in full pages, and the caller sees to it that
-        rows learn nothing from each other (`teach`). The methods must have one granularity, and `other` must have kept
-        all that this method's statistics are made of.
+        What can be shared is not copied. With `share` no full page is, and the caller sees to it that rows learn
+        nothing from each other (`teach`). The methods must have one granularity, and `other` must have kept all that
+        this method's statistics are made of.
         """
         self.release(target)
         if share is None:

@@ -127,8 +127,14 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     else:
         contexts = make_contexts(arguments, model)
         longest = max(len(context.ids) for context in contexts)
+    geometry_of = functools.partial(model.spec.geometry, max_model_len=model.spec.max_model_len)
+    if not (arguments.methods or arguments.families):
+        # What nobody asked for by name may not suit this model.
+        facts["left_out"] = {v.spec: why for v in chosen if (why := variants.refusals(v, geometry_of))}
+        chosen = [variant for variant in chosen if variant.spec not in facts["left_out"]]
+        for spec, why in facts["left_out"].items():
+            print(f"left out: {spec}: {'; '.join(why)}")
     try:
-        geometry_of = functools.partial(model.spec.geometry, max_model_len=model.spec.max_model_len)
         groups = variants.pools(chosen, geometry_of, longest)
     except MethodError as error:
         raise SystemExit(str(error)) from error

@@ -168,7 +168,7 @@ def _costs(outcome: Outcome, reference: Outcome, length: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if length in outcome.speed:
         found["decode_speed"] = outcome.speed[length]
-    if outcome is not reference and length in outcome.prefill_s and outcome.prefill_s != reference.prefill_s:
+    if outcome is not reference and length in outcome.prefill_s and length in reference.prefill_s:
         found["prefill_time"] = outcome.prefill_s[length] / reference.prefill_s[length]
     return found
 
@@ -324,9 +324,9 @@ def pictures(result: dict[str, Any], stem: pathlib.Path) -> dict[pathlib.Path, s
                 if key in facts and not log_fails and not (facts["control"] and facts["budget_tokens"] is None):
                     point = lines.Point(facts[f"{size}_share"], *facts[key])
                     series.setdefault(facts["family"], []).append(point)
-            if len(series) > len(lines.COLOURS):
+            if len(series) > lines.MOST_SERIES:
                 print(f"no picture of {key} by {size} bytes: {len(series)} families can't be told apart")
-            if not 0 < len(series) <= len(lines.COLOURS):
+            if not 0 < len(series) <= lines.MOST_SERIES:
                 continue
             levels = {"chance": found["chance"]} if key == "retrieval" and found["chance"] is not None else {}
             title = f"{'Facts found' if key == 'retrieval' else 'Divergence'} at {length} tokens of context"

@@ -31,6 +31,16 @@ class Clock:
         self.bench, self._windows = bench, windows
         self._rows = bench.rows(reference)
 
+    def prefill_s(self, ids: Sequence[int]) -> float:
+        """Seconds that dense attention, which keeps no statistics, takes to read a context."""
+        row = self.bench.timed[0]
+        self._rows.prefill(row, ids[: len(ids) // 8]).result()  # compiles
+        start = time.perf_counter()
+        self._rows.prefill(row, ids).result()
+        taken = time.perf_counter() - start
+        self._rows.release(row)
+        return taken
+
     def beside(self, rows: Rows, numbers: Sequence[int]) -> dict[str, float]:
         """Decodes some tokens with `numbers` of `rows` and with as many dense rows, one window of each at a time.
 

@@ -68,7 +68,7 @@ class Outcome:
     Attributes:
       acts: see `variants.acts`.
       speed: decode speed beside dense attention, by context length.
-      prefill_s: seconds of the fastest prefill, by context length; only where the variant has prefills of its own.
+      prefill_s: seconds of a prefill by context length; of the reference, and of variants with prefills of their own.
     """
 
     variant: Variant
@@ -171,7 +171,7 @@ class Bench:
             {"base": pool.base, **pool.methods()},
             pool.storage,
             num_rows=BATCH * (num_questions + 6),
-            num_sequence_pages=1 + BATCH * row_pages + pages(replay),
+            num_sequence_pages=1 + BATCH * row_pages + pages(replay) + self.geometry.max_pages,
             decode_buckets=(BATCH,),
             prefill_buckets=(
                 (1, PREFILL_CHUNK),
@@ -264,7 +264,7 @@ def run(
             _ask_base(bench, batch)
             for outcome in found:
                 part = _shown(outcome.acts == "prompt", numbers, allowed)
-                if pool is groups[0] or pool.why_alone:
+                if pool.why_alone:
                     known = outcome.prefill_s.get(len(batch[0].ids), math.inf)
                     outcome.prefill_s[len(batch[0].ids)] = min(known, *times)
                 if outcome.invalid is None and part:
@@ -277,6 +277,8 @@ def run(
                         outcome.by_context.clear()
                 if clock is None and windows:
                     clock = speed.Clock(bench, found[0].variant, windows)
+                if clock is not None and outcome is outcomes[0] and len(batch[0].ids) not in outcome.prefill_s:
+                    outcome.prefill_s[len(batch[0].ids)] = clock.prefill_s(batch[0].ids)
                 progress(outcome.variant.label)
             if clock is None or clock.bench is not bench or all_numbers != list(batches(contexts))[-1]:
                 for row in list(bench.base.pages):

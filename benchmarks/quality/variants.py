@@ -300,7 +300,7 @@ def pools(variants: Sequence[Variant], geometry_of: Any, length: int) -> list[Po
         method = variant.method
         size = method.page_size(method.params) or PAGE_SIZE
         geometry = geometry_of(size)
-        reasons = method.check(method.params, geometry)
+        reasons = refusals(variant, geometry_of)
         if reasons:
             raise MethodError(f"{variant.spec}: " + "; ".join(reasons))
         kept, alone = _statistics(method, geometry), own_prefill(method, length, geometry)
@@ -324,6 +324,12 @@ def pools(variants: Sequence[Variant], geometry_of: Any, length: int) -> list[Po
     ]
 
 
+def refusals(variant: Variant, geometry_of: Any) -> list[str]:
+    """Why a variant can't serve a model: see `pools`."""
+    method = variant.method
+    return method.check(method.params, geometry_of(method.page_size(method.params) or PAGE_SIZE))
+
+
 def _statistics(method: Method, geometry: Geometry) -> dict[str, Any]:
     """The arrays that a method needs by name: their specs, and how they are filled where that is a choice."""
     found: dict[str, Any] = {}
@@ -331,7 +337,7 @@ def _statistics(method: Method, geometry: Geometry) -> dict[str, Any]:
         how = getattr(member.params, "scoring", None)
         if member.replays is not None:
             fields = dataclasses.fields(member.params)
-            modes = [getattr(member.params, field.name) for field in fields if not field.metadata["unit"]]
+            modes = [getattr(member.params, field.name) for field in fields if not field.metadata.get("unit")]
             how = (*modes, *member.replay_lengths(1 << 20))
         found |= {name: (spec, how) for name, spec in member.aux_specs(geometry).items()}
     return found
