@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from sparsejax.pallas_kernels.block_sparse_attention.tiles import num_tiles
+from sparsejax.pallas_kernels.block_sparse_attention.tiles import num_tiles, pack_queries, packed_positions
 from sparsejax.pallas_kernels.choice import IMPLEMENTATIONS, UnavailableError, choose, chosen, expected
 from sparsejax.pallas_kernels.heads import Heads
 from sparsejax.pallas_kernels.layout import Encode, LoadTile, PageView, Pools
@@ -28,6 +28,9 @@ __all__ = [
     "logit_threshold",
     "merge",
     "move_rows",
+    "num_tiles",
+    "pack_queries",
+    "packed_positions",
     "page_bounds",
     "page_scores",
     "platform",

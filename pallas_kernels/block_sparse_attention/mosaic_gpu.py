@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.block_sparse_attention.tiles import pack, readable, unpack
+from sparsejax.pallas_kernels.block_sparse_attention.tiles import pack_queries, readable, unpack_queries
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools
 from sparsejax.pallas_kernels.mosaic_support import platform_problem
 from sparsejax.pallas_kernels.prefill_attention import mosaic_gpu as dense
@@ -155,10 +155,10 @@ def launch(
 def call(problem: Problem, q: jax.Array, *arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The kernel on queries [batch, chunk, q_heads, dim]; `arguments` are k, v, table, offset, steps and the rest."""
     kernels = importlib.import_module("sparsejax.pallas_kernels.block_sparse_attention.mosaic_kernels")
-    packed = pack(q, problem.heads, problem.tile_rows)
+    packed = pack_queries(q, problem.heads, problem.tile_rows)
     steps = arguments[4]
     out, lse = kernels.build(problem)(packed, *arguments[:4], launch_order(problem, steps), *arguments[4:])
-    return unpack(out, q.shape[1], problem.group), unpack(lse, q.shape[1], problem.group)
+    return unpack_queries(out, q.shape[1], problem.group), unpack_queries(lse, q.shape[1], problem.group)
 
 
 def launch_order(problem: Problem, steps: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ def num_tiles(chunk: int, group: int, tile_rows: int) -> int:
     return -(-chunk * group // tile_rows)
 
 
-def pack(q: jax.Array, heads: int, multiple: int) -> jax.Array:
+def pack_queries(q: jax.Array, heads: int, multiple: int) -> jax.Array:
     """[batch, chunk, q_heads, ...] -> [batch, kv_heads, rows, ...], padded with zeros to a multiple of rows."""
     batch, chunk, q_heads, *rest = q.shape
     group = q_heads // heads
@@ -26,14 +26,14 @@ def pack(q: jax.Array, heads: int, multiple: int) -> jax.Array:
     return jnp.pad(packed, ((0, 0), (0, 0), (0, extra), *((0, 0) for _ in rest))) if extra else packed
 
 
-def unpack(packed: jax.Array, chunk: int, group: int) -> jax.Array:
+def unpack_queries(packed: jax.Array, chunk: int, group: int) -> jax.Array:
     """[batch, kv_heads, rows, ...] -> [batch, chunk, q_heads, ...]."""
     batch, heads, _, *rest = packed.shape
     rows = packed[:, :, : chunk * group].reshape(batch, heads, chunk, group, *rest)
     return jnp.moveaxis(rows, 1, 2).reshape(batch, chunk, heads * group, *rest)
 
 
-def row_positions(tiles: int, tile_rows: int, group: int) -> jax.Array:
+def packed_positions(tiles: int, tile_rows: int, group: int) -> jax.Array:
     """int32 [tiles, tile_rows]: the query position of each packed row."""
     return (jnp.arange(tiles * tile_rows, dtype=jnp.int32) // group).reshape(tiles, tile_rows)
 

@@ -11,7 +11,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.block_sparse_attention.tiles import pack, readable, row_positions, unpack
+from sparsejax.pallas_kernels.block_sparse_attention.tiles import (
+    pack_queries,
+    packed_positions,
+    readable,
+    unpack_queries,
+)
 from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, gather_rows
 
 NEG = -1e30
@@ -61,11 +66,11 @@ def block_sparse_attention(
     chunk, heads = q.shape[1], view.num_heads
     group = q.shape[2] // heads
     tiles = blocks.shape[2]
-    query = pack((q.astype(jnp.float32) * scale).astype(q.dtype), heads, tile_rows)
+    query = pack_queries((q.astype(jnp.float32) * scale).astype(q.dtype), heads, tile_rows)
     query = query.reshape(*query.shape[:2], tiles, tile_rows, query.shape[3])
     shape = {"block_size": block_size, "tile_rows": tile_rows, "group": group, "chunk": chunk}
     num_read, _ = readable(view, start, blocks, num_blocks, **shape)
-    position = start[:, :, None, None] + row_positions(tiles, tile_rows, group)[None, None]
+    position = start[:, :, None, None] + packed_positions(tiles, tile_rows, group)[None, None]
     limit = jnp.minimum(position + 1, view.lengths[:, :, None, None])[..., None]  # rows that a packed row sees
 
     def step(carry):
@@ -96,6 +101,6 @@ def block_sparse_attention(
     total = jnp.maximum(total, 1e-30)
 
     def unfold(x: jax.Array) -> jax.Array:
-        return unpack(x.reshape(*x.shape[:2], -1, *x.shape[4:]), chunk, group)
+        return unpack_queries(x.reshape(*x.shape[:2], -1, *x.shape[4:]), chunk, group)
 
     return unfold((out / total[..., None]).astype(q.dtype)), unfold(peak + jnp.log(total))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.block_sparse_attention.tiles import pack, unpack
+from sparsejax.pallas_kernels.block_sparse_attention.tiles import pack_queries, unpack_queries
 
 NEG = -1e30
 TILES_AT_ONCE = 32
@@ -18,7 +18,7 @@ def tile_attention(
     chunk, heads = q.shape[1], k.shape[1]
     group = q.shape[2] // heads
     tiles = bias.shape[2]
-    query = pack((q.astype(jnp.float32) * scale).astype(q.dtype), heads, tile_rows)
+    query = pack_queries((q.astype(jnp.float32) * scale).astype(q.dtype), heads, tile_rows)
     query = query.reshape(*query.shape[:2], tiles, tile_rows, query.shape[3])
 
     def attend(arguments: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -36,6 +36,6 @@ def tile_attention(
 
     def unfold(x: jax.Array) -> jax.Array:  # [tiles, batch, heads, tile_rows, ...]
         x = jnp.moveaxis(x, 0, 2)
-        return unpack(x.reshape(*x.shape[:2], -1, *x.shape[4:]), chunk, group)
+        return unpack_queries(x.reshape(*x.shape[:2], -1, *x.shape[4:]), chunk, group)
 
     return unfold(out), unfold(lse)

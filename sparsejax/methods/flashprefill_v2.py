@@ -20,7 +20,6 @@ from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method, PrefillContext, choice_param, integer_param, knob
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.block_sparse_attention.tiles import num_tiles, pack, row_positions
 from sparsejax.pallas_kernels.layout import PageView, explicit_view, load_block, pad_columns
 
 SEGMENT_ROWS = 16384
@@ -193,7 +192,7 @@ class Bounds(NamedTuple):
 def bounds(rules: Rules, context: PrefillContext) -> Bounds:
     """Where the tiles of each row's new queries lie among the blocks."""
     group = context.queries.shape[2] // context.view.num_heads
-    tiles = num_tiles(context.queries.shape[1], group, rules.tile_rows)
+    tiles = api.num_tiles(context.queries.shape[1], group, rules.tile_rows)
     begin = jnp.arange(tiles, dtype=jnp.int32)[None, None, :] * rules.tile_rows
     rows = (context.num_new * group)[:, None, None]  # packed
     start = context.start[:, :, None]
@@ -216,13 +215,13 @@ def energies(rules: Rules, context: PrefillContext, keys: jax.Array) -> jax.Arra
     q, heads = context.queries, context.view.num_heads
     batch, _, q_heads, dim = q.shape
     group, m = q_heads // heads, rules.tile_rows
-    tiles = num_tiles(q.shape[1], group, m)
-    position = row_positions(tiles, m, group)
+    tiles = api.num_tiles(q.shape[1], group, m)
+    position = api.packed_positions(tiles, m, group)
     if m % group == 0:  # a tile is whole positions, and queries can stay as they are
         q = jnp.pad(q, ((0, 0), (0, tiles * m // group - q.shape[1]), (0, 0), (0, 0)))
         q, position = q.reshape(batch * tiles, m // group, q_heads, dim), position[:, ::group]
     else:  # each packed row as a query of its own, of as many heads as there are KV heads
-        q = jnp.moveaxis(pack(q, heads, m).reshape(batch, heads, tiles, m, dim), 1, 3)
+        q = jnp.moveaxis(api.pack_queries(q, heads, m).reshape(batch, heads, tiles, m, dim), 1, 3)
         q = q.reshape(batch * tiles, m, heads, dim)
     limit = (context.start[:, :, None, None] + position[None, None]) // rules.block_size + 1
     limit = jnp.minimum(limit, bounds(rules, context).complete[..., None])
