@@ -215,7 +215,6 @@ def test_the_sizes_of_the_engine():
     assert served.name == "flashprefill_v2"
     assert served.axis == "prefill"
     assert served.chunk_dependent
-    assert served.pure_prefix
     k, v = (rng.standard_normal((1, 700, 1, 16)) * 2 for _ in range(2))
     k += rng.standard_normal((1, 11, 1, 16)).repeat(64, axis=1)[:, :700] * 2  # so that blocks differ
     q = rng.standard_normal((1, 200, 4, 16)) * 2
