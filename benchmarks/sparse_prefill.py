@@ -377,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=["dense", SPARSE], metavar="COMPOSITION")
     parser.add_argument("--context", type=int, default=131072, metavar="TOKENS")
     parser.add_argument("--chunk", type=int, default=8192, metavar="TOKENS")
-    parser.add_argument("--density", type=float, default=0.12, help="share of blocks to read, for the threshold")
+    parser.add_argument("--density", type=float, default=0.11, help="share of blocks to read, for the threshold")
     parser.add_argument("--threshold", type=float, help="of the model's case, instead of finding one")
     parser.add_argument(
         "--dense-chunk", type=int, default=4096, help="flashprefill_v2_min_sparse_q_len", metavar="TOKENS"

@@ -51,7 +51,7 @@ def context_of(q, k, v, starts, counts, *, scale=SCALE, page=8, storage="plain",
     )
 
 
-def traced(function, context: PrefillContext):
+def traced(function, context: PrefillContext, options: dict | None = QUICK):
     """`function` of the context with arrays as arguments of a program."""
 
     @jax.jit
@@ -61,7 +61,7 @@ def traced(function, context: PrefillContext):
 
     view = context.view
     arguments = context.queries, context.pools, view.table, view.lengths, context.start, context.num_new
-    return run.lower(*arguments).compile(QUICK)(*arguments)
+    return run.lower(*arguments).compile(options)(*arguments)
 
 
 def planned(rules: Rules, context: PrefillContext):

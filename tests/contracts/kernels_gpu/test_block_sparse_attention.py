@@ -107,3 +107,29 @@ def test_biased_keys(dim, group, tile, keys):
     out, lse = jax.jit(attend)(q, k, v, jnp.asarray(bias))
     wanted = tiles.biased_attention(q, np.asarray(k, np.float32), np.asarray(v, np.float32), bias, tile, 0.1)
     compare(out, lse, *wanted, np.ones(lse.shape, bool))
+
+
+def test_a_method_that_lists_blocks():
+    """What the engine runs, by the kernels chosen for this device and by XLA alone, on the same plan."""
+    from sparsejax.methods import flashprefill_v2 as method
+    from tests.contracts.test_flashprefill import context_of, traced
+
+    rng = np.random.default_rng(5)
+    k, v = (rng.standard_normal((2, 9000, 2, 128)) for _ in range(2))
+    k += rng.standard_normal((2, 141, 2, 128)).repeat(64, axis=1)[:, :9000]  # so that blocks differ
+    q = rng.standard_normal((2, 5000, 8, 128))
+    q += 1.5 * rng.standard_normal((2, 157, 1, 128)).repeat(32, axis=1)[:, :5000]  # and tiles lean to some of them
+    context = context_of(q, k, v, [4000, 100], [5000, 4400], scale=0.1, page=64, dtype="bfloat16")
+    rules = method.Rules(128, 128, 0.3, 2, 4, 8, 4096, True)
+
+    def run(context):
+        energy = method.energies(rules, context, method.block_means(context, rules.block_size)[0])
+        return method.plan(rules, context, energy), method.attend(rules, context)
+
+    plan, out = traced(run, context, None)
+    other, wanted = traced(run, context._replace(implementation="xla"), None)
+    assert 0.02 < plan.kept.sum() / plan.causal.sum() < 0.8
+    same = np.asarray((plan.kept == other.kept).all(-1).all(1))  # [batch, tiles]
+    assert same.mean() > 0.9  # means and logits are rounded to bfloat16, and a block may lie at the threshold
+    rows = np.repeat(same, 32, axis=1)[:, :5000] & (np.arange(5000)[None] < np.array([[5000], [4400]]))
+    assert relative_error(np.asarray(out)[rows], np.asarray(wanted)[rows]) < 1e-2
