@@ -291,3 +291,35 @@ def build(params: Params) -> Method:
 
 PARAMS = Params
 ALIASES = ("flash-prefill-v2", "flash_prefill_v2", "flashprefill-v2")
+SAMPLES = tuple(
+    Params(
+        flashprefill_v2_k_block_n=64,
+        flashprefill_v2_abs_threshold=threshold,
+        flashprefill_v2_window_blocks=2,
+        flashprefill_v2_last_query_blocks=1,
+        flashprefill_v2_min_sparse_q_len=256,
+    )
+    for threshold in (0.05, 0.3)
+)
+NOTES = {
+    "Keeps": """
+        Everything. The queries of a prompt chunk come in tiles; each tile reads the key blocks whose mean key draws at
+        least `flashprefill_v2_abs_threshold` of what its strongest block draws, the first
+        `flashprefill_v2_attention_sink_blocks` and the last `flashprefill_v2_window_blocks` up to its own. With
+        `flashprefill_v2_use_mean_correction` a block that is not read counts through its mean key and value.
+    """,
+    "Acts": """
+        In prompt chunks of more than `flashprefill_v2_min_sparse_q_len` tokens; their last
+        `flashprefill_v2_last_query_blocks` tiles read everything. Results depend on how a prompt is cut. Decoding is
+        dense.
+    """,
+    "Costs": """
+        All rows, and no more. Attention of a prompt costs the share of blocks that are read, and before that one pass
+        over the keys for their means and 2 x q_heads x chunk x (n / block) x head_dim operations for the energies of
+        blocks, per layer.
+    """,
+    "Use it": """
+        For long prompts whose first token should come sooner. The threshold must be calibrated for a model: larger is
+        sparser, 0 reads everything.
+    """,
+}

@@ -15,6 +15,7 @@ from benchmarks.quality import __main__ as command
 from benchmarks.quality import local, report, scores, sweep, tasks, variants
 from benchmarks.rows import Rows
 from sparsejax import registry
+from sparsejax.geometry import Geometry
 from sparsejax.models.load import load_model
 from sparsejax.runner import DeviceRunner
 
@@ -157,6 +158,12 @@ def test_depths_are_where_the_facts_are():
     assert 0.3 < depths["tool_result"] < 0.8
 
 
+def test_two_contexts_have_needles_at_ten_depths():
+    found = [q.depth for context in contexts(2, 40000) for q in context.questions if q.task in tasks.NEEDLES]
+    assert len(found) == 12
+    assert {int(depth * 10) for depth in found} == set(range(10))
+
+
 def test_answers_do_not_occur_in_the_prose():
     vocabulary = tasks.Vocabulary.of(encode, common.prose())
     assert not [word for word in vocabulary.words if word in common.prose().lower()]
@@ -256,6 +263,125 @@ def test_labels_tell_family_and_budget():
     assert (found.label, found.family, found.budget) == ("snapkv+quest+fp8_kv 64", "snapkv+quest+fp8_kv", 64)
     assert variants.parse("dense").label == "dense"
     assert (variants.parse("fp8_kv").label, variants.parse("fp8_kv").budget) == ("fp8_kv", None)
+
+
+LATE = f"rkv({SMALL},rkv_compression_interval=10,rkv_observation_tokens=4)"
+REPLAYED = "kvzip(kvzip_token_budget=64,kvzip_score_chunk_size=100,kvzip_prev_postfix_size=10)"
+GEOMETRY = {"num_layers": 2, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "page_size": 16, "scale": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "when"),
+    [
+        ("dense", "prompt"),
+        ("quest", "prompt"),
+        (SNAPKV, "prompt"),
+        ("snapkv(decode_keep_tokens=99999)", "prompt"),
+        ("streamingllm", "prompt"),
+        ("pyramidkv", "prompt"),
+        (LATE, "decode"),
+        (LATE.replace("(", "(rkv_compress_prompt=true,", 1), "prompt"),
+        ("skipkv+quest+fp8_kv", "decode"),
+        (REPLAYED, "replay"),
+    ],
+)
+def test_when_methods_act_follows_from_what_they_declare(spec, when):
+    geometry = Geometry(**GEOMETRY, max_model_len=4096)
+    assert variants.acts(registry.resolve(spec)[0], geometry) == when
+
+
+def test_first_eviction_of_methods_that_act_while_decoding():
+    geometry = Geometry(**GEOMETRY, max_model_len=4096)
+    late = registry.resolve(LATE)[0]
+    assert variants.first_eviction(late, 1000, geometry) == 10
+    assert variants.first_eviction(late, 40, geometry) == 40  # 74 rows are reached after 34 tokens, and 40 ends a tenth
+    assert variants.first_eviction(late, 1000, geometry, most=9) == 0
+    assert variants.first_eviction(registry.resolve(SNAPKV)[0], 1000, geometry) == 0
+
+
+def test_families_are_what_the_registry_finds():
+    entries = registry.available()
+    found = variants.families()
+    assert set(found) == set(entries) - {"dense", "plain"}
+    axes = [entries[name].axis for name in found]
+    assert axes == sorted(axes, key=("retention", "selection", "prefill", "storage").index)
+    usual = variants.usual([64, 128], found)
+    labels = [variant.label for variant in usual]
+    assert len(set(labels)) == len(labels) or any(len(entries[name].samples) > 1 for name in found)
+    for name in found:
+        budgets = [variant.budget for variant in usual if variant.family == name]
+        assert budgets == [64, 128] if entries[name].sized else len(budgets) == len(entries[name].samples)
+    both = variants.usual([64], ["snapkv+quest+fp8_kv"])[0]
+    assert (both.family, both.budget, both.spec) == (
+        "snapkv+quest+fp8_kv", 64, registry.sized("snapkv+quest+fp8_kv", 64)
+    )  # fmt: skip
+
+
+def test_few_contexts_of_each_length():
+    several = [*contexts(3, 1400), *contexts(2, 1500)]
+    assert sweep.first_ones(several, None) == set(range(5))
+    assert sweep.first_ones(several, 1) == {0, 3}
+    assert sweep.first_ones(several, 2) == {0, 1, 3, 4}
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, H2O, f"pyramidkv({SMALL},observation_window_size=8)", REPLAYED, LATE])
+def test_a_context_is_evicted_as_by_the_method_itself(tiny, spec):
+    """Same rows and the same logits, bit for bit, when nothing was appended in between; all methods in one pool."""
+    context = contexts(1, 1200, 4)[0]
+    variant = variants.parse(spec)
+    chosen = [variants.parse(other) for other in ("dense", SNAPKV.replace("40", "80"), REPLAYED.replace("64", "99"))]
+    [pool] = pools_of(tiny, [*chosen, variant], 1200)
+    tail = sweep.decoded_tokens(pool, 1200, tiny.spec.geometry(16, 2048))
+    replay = sweep.replay_tokens(pool, 1200)
+    bench = sweep.Bench(tiny, pool, 1400, 9, 64, 200, replay)
+    sweep._prefill(bench, 1, context, tail)
+    bench.base.replay(1, context.ids)
+    bench.remember(bench.base, 1)
+    rows = bench.rows(variant)
+    outcome = sweep.Outcome(variant, acts=variants.acts(variant.method, bench.geometry))
+    sweep._evict(bench, outcome, rows, [context], tail)
+    shared = bench.kept[0]
+
+    alone = Rows(bench.runner, variant.label, bench.base.pool, sweep.PREFILL_CHUNK)
+    own = bench.timed[0]
+    late = tail if outcome.acts == "decode" else 0
+    if tail and not late:
+        # The shared prefill has one more border between chunks.
+        alone.prefill(own, context.ids[: 1200 - tail], finish=False)
+        alone.append(own, context.ids[1200 - tail :])
+        alone.finish_prompt(own, context.ids)
+    else:
+        alone.prefill(own, context.ids[: 1200 - late])
+        for token in context.ids[1200 - late :]:
+            alone.logits([own], [token])
+    assert alone.length(own) < 1200 / 4
+    for one, other in zip(rows.positions(shared), alone.positions(own), strict=True):
+        for head, expected in zip(one, other, strict=True):
+            np.testing.assert_array_equal(head, expected)
+    expected = np.asarray(alone.logits([own], [5]))
+    np.testing.assert_array_equal(np.asarray(rows.logits([shared], [5])), expected)
+
+
+def test_late_methods_are_asked_everything_afterwards(tiny):
+    asked = contexts(2)
+    groups = pools_of(tiny, [variants.parse(spec) for spec in ("dense", LATE, REPLAYED)])
+    seen: list[str] = []
+    outcomes = sweep.run(tiny, groups, asked, seen.append, few=1, windows=1)
+    assert len(seen) == sweep.num_steps(groups, asked, 1)
+    facts = report.summarise(outcomes, asked)["1400"]["variants"]
+    for outcome in outcomes[1:]:
+        found = facts[outcome.variant.label]
+        assert outcome.invalid is None
+        assert (found["contexts"], list(outcome.by_context)) == (1, [0])
+        assert len(outcome.by_context[0].answers) == len(asked[0].questions)
+        assert "question_in_prompt" not in found
+        assert found["resident_share"] < 0.15
+        assert found["decode_speed"]["ratio"] > 0
+        assert found["decode_speed"]["rows"] == 1
+    assert facts["dense"]["contexts"] == 2
+    page = report.markdown({"lengths": report.summarise(outcomes, asked)}, MANIFEST, [])
+    assert "| rkv 64 [d] | 1 |" in page
+    assert "- [r]: the context is read once more" in page
 
 
 @pytest.fixture(scope="module")
@@ -424,8 +550,9 @@ def test_answers_are_told_apart_by_depth():
     ]
     context = tasks.Context((), (), tuple(questions))
     found = sweep.Found(0, [], [], [], [right, wrong, right, wrong], {}, 0.0, 0.0)
-    depths = report._by_depth([found], [context], ("single", "early_turn", "variable"))
-    assert depths == {"first third": scores.wilson(1, 2), "last third": scores.wilson(1, 1)}
+    depths = report._by_depth([found], [context], ("single", "early_turn", "variable", "multi_key"))
+    assert depths == [[0, 0], [1, 1], *[[0, 0]] * 3, [0, 1], *[[0, 0]] * 4]  # needles only
+    assert sum(trials for _, trials in report._by_depth([found], [context], ("single",))) == 1
 
 
 # Pictures
@@ -454,7 +581,16 @@ def test_lines_put_values_where_they_belong():
     with pytest.raises(ValueError, match="needs a value"):
         lines.Axis([math.inf], 0, 1)
     with pytest.raises(ValueError, match="can't be told apart"):
-        lines.svg("", {str(i): [lines.Point(1, 1)] for i in range(9)}, "", "")
+        lines.svg("", {str(i): [lines.Point(1, 1)] for i in range(17)}, "", "")
+
+
+def test_sixteen_lines_can_be_told_apart():
+    shown = lines.svg("", {str(i): [lines.Point(1, 1), lines.Point(2, 2)] for i in range(16)}, "", "")
+    nodes = [node for node in ET.fromstring(shown).iter() if node.tag.endswith("polyline")]
+    looks = [(node.get("stroke"), node.get("stroke-dasharray")) for node in nodes]
+    assert len(set(looks)) == 16
+    hollow = [node for node in ET.fromstring(shown).iter() if node.get("fill") == "#ffffff"]
+    assert len(hollow) == 8 * 3  # two points and the legend
 
 
 # Tasks from a folder
