@@ -12,29 +12,16 @@ import dataclasses
 import pathlib
 import re
 import sys
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sparsejax import config, registry  # noqa: E402  (the path comes first)
+from docs import method_pages  # noqa: E402  (the path comes first)
+from docs.method_pages import cell, value  # noqa: E402
+from sparsejax import config, registry  # noqa: E402
 from sparsejax.metrics import EngineMetrics  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- generated: ([a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def cell(text: object) -> str:
-    """Text for one cell of a Markdown table."""
-    return str(text).replace("|", "\\|").replace("\n", " ")
-
-
-def value(default: Any) -> str:
-    """A default as one would type it."""
-    if default is None or default == ():
-        return "-"
-    if isinstance(default, tuple):
-        return f"`{','.join(map(str, default))}`"
-    return f"`{default}`"
 
 
 def methods() -> str:
@@ -44,26 +31,6 @@ def methods() -> str:
         kind = "storage" if entry.kind == "storage" else entry.axis if entry.axis != "none" else "baseline"
         rows.append(f"| `{entry.name}` | {kind} | {cell(entry.summary)} | {cell(entry.paper) or '-'} |")
     return "\n".join(rows)
-
-
-def knobs() -> str:
-    """Every method and storage with its knobs."""
-    parts = []
-    for entry in registry.available().values():
-        fields = dataclasses.fields(entry.params_type)
-        parts.append(f"### `{entry.name}`")
-        names = f" Also known as {', '.join(f'`{alias}`' for alias in entry.aliases)}." if entry.aliases else ""
-        source = f" Source: {entry.paper}." if entry.paper else ""
-        parts.append(f"{entry.summary[:1].upper()}{entry.summary[1:]}.{source}{names}")
-        if fields:
-            rows = ["| knob | default | unit | meaning |", "|---|---|---|---|"]
-            for field in fields:
-                help_text, unit = field.metadata.get("help", ""), field.metadata.get("unit", "") or "-"
-                rows.append(f"| `{field.name}` | {value(field.default)} | {cell(unit)} | {cell(help_text)} |")
-            parts.append("\n".join(rows))
-        else:
-            parts.append("No knobs.")
-    return "\n\n".join(parts)
 
 
 def options() -> str:
@@ -115,7 +82,14 @@ def layout() -> str:
     return "\n\n".join(parts)
 
 
-GENERATORS = {"methods": methods, "knobs": knobs, "options": options, "metrics": metrics, "layout": layout}
+GENERATORS = {
+    "methods": methods,
+    "pages": method_pages.pages,
+    "compositions": method_pages.matrix,
+    "options": options,
+    "metrics": metrics,
+    "layout": layout,
+}
 
 
 def fill(text: str) -> str:
