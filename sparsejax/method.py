@@ -435,7 +435,7 @@ def knob(default: Any, help: str, unit: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "unit": unit})
 
 
-def split_rows(rows: int) -> dict[str, int]:
+def split_rows(rows: int) -> dict[str, Any]:
     """So many rows, as the three knobs that many methods have: an eighth of sinks and a quarter of recent ones.
 
     No more of both than the defaults.
