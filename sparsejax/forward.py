@@ -99,6 +99,8 @@ def append(
     # It is encoded again rather than read from the pool, which XLA would copy to be read between two updates.
     tiles = {name: jnp.moveaxis(rows, 2, 1) for name, rows in encode(layer, k, v).items()}
     stored, _ = load_tile(statics)(tiles, layer)
+    if method.observe is not None:
+        head_pages = head_pages + zero_after([k])  # after what earlier layers observed: see `_layer`
     written = Written(
         phase="token" if phase == "decode" else "chunk",
         rows=batch.rows,
@@ -158,6 +160,18 @@ def observe(
     return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
+def changed(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> list[jax.Array]:
+    """Arrays that are not those of before."""
+    return [array for name, array in after.items() if array is not before[name]]
+
+
+def zero_after(arrays: list[jax.Array]) -> jax.Array:
+    """int32 scalar 0, known only once arrays are there: orders what made them and what uses it."""
+    firsts = [array[(0,) * array.ndim] for array in arrays]
+    odd = [first.astype(jnp.int32) & 1 for first in firsts]
+    return jnp.minimum(sum(odd, jnp.int32(0)), 0)
+
+
 def _last_tokens(num_new: jax.Array, x: jax.Array) -> jax.Array:
     """[batch, chunk, ...] -> [batch, ...]: of each row's last new token."""
     last = jnp.maximum(num_new - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
@@ -195,7 +209,13 @@ def _layer(
         q, cache = append(statics, phase, layer, batch, box["cache"], view, heads)
         box["cache"] = cache
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
+        before = cache
         box["cache"] = cache = observe(statics, phase, layer, batch, cache, grown, view.lengths, q)
+        learned = changed(before.page_aux, cache.page_aux) + changed(before.row_aux, cache.row_aux)
+        if learned:
+            # Attention waits for what was observed, so that no later layer can store rows before this one's are read.
+            # XLA would copy whole pools instead.
+            grown = grown._replace(lengths=grown.lengths + zero_after(learned))
         names = payload_names(cache)
         if phase == "prefill" and method.attend_prefill is not None and (method.attends_end or not ends):
             pick = functools.partial(_last_tokens, batch.num_new)

@@ -85,6 +85,23 @@ def test_pools_are_never_copied(composition):
         assert program.memory_analysis().temp_size_in_bytes < smallest / 2, name
 
 
+@pytest.mark.parametrize("composition", ["h2o", "kvzip"])
+def test_rows_that_are_observed_are_not_copied(composition):
+    """They are read between two layers that store rows, in a loop over pages: nothing but attention orders the two."""
+    session = start(composition)
+    geometry = dataclasses.replace(session.geometry, max_model_len=1024 * session.geometry.page_size)
+    statics = dataclasses.replace(session.statics, geometry=geometry)
+    specs = state_specs(geometry, StateSize(1, NUM_PAGES, session.spec.vocab_size), (session.method,), session.storage)
+    state = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
+    given = np.zeros((1, 3), np.int32), np.zeros((1, 5), np.int32)
+    if session.method.replays is not None:
+        lowered = steps.replay_chunk.lower(statics, session.weights, state, np.zeros((1, 8), np.int32), *given)
+    else:
+        lowered = steps.decode_logits.lower(statics, session.weights, state, given[0][:, :2], given[1])
+    smallest = min(nbytes(pool) for pool in [*state.pools.values(), *state.page_aux.values()])
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < smallest / 2
+
+
 def test_the_guards_can_fail():
     """A step that copies its pool is caught by both guards."""
     _, state = compiled("dense")
