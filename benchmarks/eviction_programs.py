@@ -31,6 +31,9 @@ from sparsejax.state import KVState, StateSize, empty_state, state_specs
 
 Key = tuple[Any, ...]
 
+ENOUGH_S = 0.05
+"""Calls that are sent off together take about so long, so that one wait for the device weighs little."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -45,7 +48,7 @@ class Shape:
     chunk: int
     answer: int
     batches: tuple[int, ...]
-    steps: int = 12
+    steps: int = 32
 
 
 def spread_rows(params: Any, context: EvictContext) -> jax.Array:
@@ -252,7 +255,7 @@ class Bench:
         state, self.logits[name] = self._calls[key](self.weights, self._whole(side, start), *self._rest[key])
         self._keep(side, state)
 
-    def chunk(self, name: str, history: int, repeats: int = 2) -> Callable[[], float]:
+    def chunk(self, name: str, history: int, repeats: int = 4) -> Callable[[], float]:
         """One prompt chunk after `history` rows."""
         start = self._start(self.sides[name], history, history)
         return self._timed(lambda: self._chunk(name, fresh(start)), repeats)
@@ -294,7 +297,7 @@ class Bench:
 
         return self._timed(run, 1)
 
-    def compaction(self, name: str, when: str, part: str, repeats: int = 4) -> Callable[[], float]:
+    def compaction(self, name: str, when: str, part: str, repeats: int = 16) -> Callable[[], float]:
         """One compaction (see `Plan.compactions`): "whole" or only "moving"."""
         side, key = self.sides[name], (name, when, part)
         start = self._start(side, side.plan.compactions[when].lengths, self.shape.context)
@@ -305,15 +308,16 @@ class Bench:
         return self._timed(run, repeats)
 
     def _timed(self, run: Callable[[], None], repeats: int) -> Callable[[], float]:
-        def measure() -> float:
+        def measure(calls: int) -> float:
             begin = time.perf_counter()
-            for _ in range(repeats):
+            for _ in range(calls):
                 run()
             jax.block_until_ready(self.state)
-            return (time.perf_counter() - begin) / repeats
+            return (time.perf_counter() - begin) / calls
 
-        measure()
-        return measure
+        measure(1)
+        calls = max(1, min(repeats, int(ENOUGH_S / measure(1))))
+        return lambda: measure(calls)
 
     def moved_bytes(self, name: str, compaction: Compaction) -> int:
         """What a compaction must read and write: the kept rows of layers and heads where something is due."""

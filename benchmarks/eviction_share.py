@@ -197,7 +197,9 @@ def _ms(seconds: float) -> str:
 
 def alternated(sides: dict[Any, Callable[[], float]], arguments: Any, facts: list[Any]) -> dict[Any, list[float]]:
     """Seconds by round of each side, all sides in turn."""
+    start = time.perf_counter()
     found = quiet.alternate(sides, arguments.rounds, patience_s=arguments.patience_s)
+    print(f"{len(sides)} sides in {time.perf_counter() - start:.1f} s", flush=True)
     facts.append(found.facts)
     return found.found
 
@@ -270,7 +272,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=32768, help="tokens of the prompt")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of a prompt chunk")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="rows of decode steps")
-    parser.add_argument("--layers", type=int, default=12, help="of the programs of methods")
+    parser.add_argument("--layers", type=int, default=9, help="of the programs of methods")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side, in turn")
     parser.add_argument("--kernels", action="store_true", help="also print the kernels of every program")
     arguments = parser.parse_args(argv)
