@@ -111,14 +111,18 @@ class Composed:
         return member if member is not None and member.evicts else None
 
     def with_hook(self, name: str) -> list[tuple[Callable[..., Any], Any]]:
-        """(hook, params) of the members that have it. A hook that several share is the first one's: see `_AXES`."""
-        found: dict[Callable[..., Any], Any] = {}
+        """(hook, params) of the members that have it; see `having`."""
+        return [(getattr(member, name), member.params) for member in self.having(name)]
+
+    def having(self, name: str) -> list[Method]:
+        """Members with a hook. Of several that share one and the same, the first counts, in the order of `_AXES`."""
+        found: dict[Callable[..., Any], Method] = {}
         for axis in _AXES:
             member = self.on(axis)
             hook = None if member is None else getattr(member, name)
             if member is not None and hook is not None:
-                found.setdefault(hook, member.params)
-        return list(found.items())
+                found.setdefault(hook, member)
+        return list(found.values())
 
 
 def _aux(params: Composed, geometry: Geometry) -> dict[str, AuxSpec]:
@@ -149,8 +153,9 @@ def _on_write(params: Composed, geometry: Geometry, page_aux: Aux, row_aux: Aux,
 
 
 def _observe(params: Composed, context: ObserveContext) -> tuple[Aux, Aux]:
-    for member in params.members:
-        if member.observe is None or (context.phase == "replay" and member.replays is None):
+    for member in params.having("observe"):
+        assert member.observe is not None
+        if context.phase == "replay" and member.replays is None:
             continue
         page_aux, row_aux = member.observe(member.params, context)
         context = context._replace(page_aux=page_aux, row_aux=row_aux)
