@@ -150,6 +150,28 @@ def eviction_cost(record: Record) -> str:
     return _parts({key: found[key] for key in ("choosing", "moving")}) + f"\n\n{said}"
 
 
+def eviction_share(record: Record) -> str:
+    """Costs of methods as shares of dense; compactions and replays of a prompt count with its prefill."""
+    result = record["result"]
+
+    def compactions(case: Record) -> str:
+        shown = [f"{when} {_ms(one['seconds']['median'])}" for when, one in case["compactions"].items()]
+        return ", ".join(shown)
+
+    columns = {
+        "rows while decoding": lambda case: f"{case['resident_tokens']:,}",
+        "prompt chunks, ms more": lambda case: _ms(case["prompt_extra_s"]),
+        "one compaction after, ms": compactions,
+        "share of the dense prefill": lambda case: f"{case['prefill_share']:.1%}",
+        "whole prefill / dense": lambda case: f"{case['prefill_over_dense']:.2f}",
+        "share of a dense step, by rows": lambda case: ", ".join(
+            f"{batch}: {one['share']:.1%}" for batch, one in case["decode"].items()
+        ),
+    }
+    said = f"Dense prefill: {_ms(result['dense']['prefill_s']['median'])} ms."
+    return _cases("method", result["methods"].items(), columns) + f"\n\n{said}"
+
+
 def cpu_decode(record: Record) -> str:
     result = record["result"]
     runs = {"one request": result["one"], f"{result['many']['requests']} requests": result["many"]}
@@ -277,6 +299,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "sparse_attention": ("Sparse attention of one layer", lambda record: _parts(record["result"]["sparse"])),
     "selection": ("Selection", lambda record: _parts(record["result"]["selection"] | record["result"]["gather"])),
     "eviction_cost": ("Cost of eviction", eviction_cost),
+    "eviction_share": ("Eviction beside dense prefill and decoding", eviction_share),
     "quality": ("Quality", quality),
     "perplexity": ("Perplexity", perplexity),
     "serve_load": ("Servers under load", serve_load),

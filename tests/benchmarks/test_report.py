@@ -163,6 +163,24 @@ def test_selection_and_eviction():
     assert "7 ms by logits, 9 ms by probability" in text
 
 
+def test_shares_of_eviction():
+    method = {
+        "resident_tokens": 4672,
+        "prompt_extra_s": 0.004,
+        "compactions": {"prompt": {"seconds": {"median": 0.007}}, "token": {"seconds": {"median": 0.002}}},
+        "prefill_share": 0.0125,
+        "prefill_over_dense": 0.625,
+        "decode": {"1": {"share": 0.015}, "8": {"share": 0.0275}},
+    }
+    text = report_sections.eviction_share(record(dense={"prefill_s": {"median": 1.16}}, methods={"snapkv": method}))
+    found = rows(text)["snapkv"]
+    assert found["one compaction after, ms"] == "prompt 7, token 2"
+    assert (found["prompt chunks, ms more"], found["share of the dense prefill"]) == ("4", "1.2%")
+    assert (found["whole prefill / dense"], found["rows while decoding"]) == ("0.62", "4,672")
+    assert found["share of a dense step, by rows"] == "1: 1.5%, 8: 2.8%"
+    assert text.endswith("Dense prefill: 1160 ms.")
+
+
 def test_cpu_steps_of_equal_budget_are_both_shown():
     specs = ("snapkv(sink_keep_tokens=64,decode_keep_tokens=64)", "snapkv(sink_keep_tokens=28,decode_keep_tokens=100)")
     steps = {spec: {"step_s": {"median": 0.1}, "resident_tokens": 128, "read_tokens": 99} for spec in specs}
