@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import pathlib
 import sys
 import time
@@ -64,6 +65,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="COUNT",
         help="contexts of each length for what needs a prefill, a replay or long decoding of its own",
     )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing later than that")
     parser.add_argument("--windows", type=int, default=3, help="timed decode windows of each method; 0 times none")
     parser.add_argument("--no-controls", action="store_true", help="leave out the methods that are wrong on purpose")
     parser.add_argument("--seed", type=int, default=0, help="of the contexts; the n-th context uses seed + n")
@@ -158,7 +160,9 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         facts["seconds"] = seconds  # compilation included
         if arguments.tasks:
             return {"local_tasks": local.run(model, groups, items, progress)}, facts
-        outcomes = sweep.run(model, groups, contexts, progress, arguments.few, arguments.windows)
+        outcomes = sweep.run(
+            model, groups, contexts, progress, arguments.few, arguments.windows, arguments.minutes * 60
+        )
     facts |= {"seeds": [arguments.seed + number for number in range(len(contexts))], "batch": sweep.BATCH}
     facts["token_ids_sha256"] = perplexity.fingerprint([list(context.ids) for context in contexts])
     return {"lengths": report.summarise(outcomes, contexts)}, facts
@@ -182,7 +186,7 @@ def choose(arguments: argparse.Namespace) -> list[Any]:
     chosen = [dataclasses.replace(v, label=v.spec) if labels.count(v.label) > 1 else v for v in chosen]
     if not arguments.no_controls and not arguments.tasks:
         budgets = {v.budget for v in chosen if v.budget is not None and v.method.evicts}
-        chosen += variants.controls(sorted(budgets))
+        chosen[1:1] = variants.controls(sorted(budgets))  # early: without them the rest says nothing
     return chosen
 
 

@@ -33,6 +33,7 @@ LATER = ("single", "multi_key", "early_turn")
 BATCH = 4
 """Contexts in memory at once, and rows of a decode step."""
 PREFILL_CHUNK = 512
+NO_TIME = "the time was up"
 AFTER_EVICTION = 32
 """Tokens of a context that are decoded after the latest method that acts while decoding has evicted first."""
 Progress = Callable[[str], None]
@@ -219,6 +220,7 @@ def run(
     progress: Progress = lambda text: None,
     few: int | None = None,
     windows: int = 0,
+    most_s: float = math.inf,
 ) -> list[Outcome]:
     """Every variant over every context; the first variant of the first group is the reference.
 
@@ -229,7 +231,10 @@ def run(
       progress: called after each prefill and after each variant of a batch.
       few: contexts of each length for what costs more than others: pools but the first, and methods that act late.
       windows: decode windows that are timed for each variant and length; 0 times nothing.
+      most_s: nothing is begun after so many seconds, and what is left is invalid for that reason. The first group has
+        two thirds of them, so that others have their turn.
     """
+    began = time.perf_counter()
     references: dict[int, np.ndarray] = {}
     outcomes = []
     allowed = first_ones(contexts, few)
@@ -247,9 +252,16 @@ def run(
         bench = Bench(model, pool, max_len, num_questions, question_tokens, own_tokens, replay)
         found = [Outcome(variant, acts=variants.acts(variant.method, geometry)) for variant in pool.variants]
         outcomes += found
+        last_start = began + most_s * (2 / 3 if pool is groups[0] and len(groups) > 1 else 1)
         for all_numbers in batches(contexts):
             numbers = _shown(pool is groups[0], all_numbers, allowed)
             if not numbers:
+                continue
+            if outcomes[0].by_context and time.perf_counter() > last_start:
+                for outcome in found:
+                    outcome.invalid = NO_TIME
+                for _ in range(len(numbers) + len(found)):
+                    progress(NO_TIME)
                 continue
             batch = [contexts[number] for number in numbers]
             finite, times = True, []
@@ -267,6 +279,9 @@ def run(
                 if pool.why_alone:
                     known = outcome.prefill_s.get(len(batch[0].ids), math.inf)
                     outcome.prefill_s[len(batch[0].ids)] = min(known, *times)
+                if outcomes[0].by_context and time.perf_counter() > last_start:
+                    outcome.invalid = outcome.invalid or NO_TIME
+                    outcome.by_context.clear()
                 if outcome.invalid is None and part:
                     try:
                         if not finite:

@@ -384,6 +384,18 @@ def test_late_methods_are_asked_everything_afterwards(tiny):
     assert "- [r]: the context is read once more" in page
 
 
+def test_nothing_begins_when_the_time_is_up(tiny):
+    asked = contexts(1)
+    groups = pools_of(tiny, [variants.parse(spec) for spec in ("dense", SNAPKV, "fp8_kv")])
+    seen: list[str] = []
+    outcomes = sweep.run(tiny, groups, asked, seen.append, most_s=0.0)
+    assert [outcome.invalid for outcome in outcomes] == [None, sweep.NO_TIME, sweep.NO_TIME]
+    assert len(seen) == sweep.num_steps(groups, asked)
+    facts = report.summarise(outcomes, asked)["1400"]["variants"]
+    assert facts["dense"]["kl_nats"].value == pytest.approx(0.0, abs=1e-6)
+    assert facts["fp8_kv"]["invalid"] == sweep.NO_TIME
+
+
 @pytest.fixture(scope="module")
 def swept(tiny):
     """Dense, the same under another name, a method, one that breaks, and the controls."""
@@ -672,11 +684,11 @@ def test_labels_are_unique_and_controls_have_the_budgets_of_what_evicts():
     chosen = command.choose(command.arguments_of(["--methods", *same, "quest(decode_keep_tokens=99)", "fp8_kv"]))
     assert [v.label for v in chosen] == [
         "dense",
+        "random eviction 64",
+        "shuffled positions",
         *same,
         "quest 675",
         "fp8_kv",
-        "random eviction 64",
-        "shuffled positions",
     ]
     assert not [v for v in command.choose(command.arguments_of(["--no-controls"])) if v.control]
     with pytest.raises(SystemExit, match="did you mean 'quest'"):
