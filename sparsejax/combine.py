@@ -82,6 +82,8 @@ def compose(members: tuple[Method, ...]) -> Method:
         hooks["survey_reduction"] = next(member.survey_reduction for member in members if member.survey is not None)
     if any(member.evicts for member in members):
         hooks |= {"keep_rows": _keep_rows, "keep_count": _keep_count, "due": _due, "peak": _peak}
+    if params.with_hook("count_rows"):
+        hooks |= {"counted": _counted, "count_rows": _count_rows}
     between = params.keeper("chunk")
     if between is not None and between.prompt_peak is not None:
         hooks["prompt_peak"] = _prompt_peak
@@ -217,6 +219,18 @@ def _keep_rows(params: Composed, context: EvictContext) -> jax.Array:
 def _keep_count(params: Composed, phase: Phase, lengths: np.ndarray) -> np.ndarray:
     member = params.keeper(phase)
     return lengths if member is None else member.keep_count(member.params, phase, lengths)
+
+
+def _counted(params: Composed, phase: Phase, lengths: np.ndarray) -> int:
+    member = params.keeper(phase)
+    return 0 if member is None else member.counted(member.params, phase, lengths)
+
+
+def _count_rows(params: Composed, context: EvictContext) -> jax.Array:
+    member = params.keeper(context.phase)
+    assert member is not None
+    assert member.count_rows is not None
+    return member.count_rows(member.params, context)
 
 
 def _due(params: Composed, phase: Phase, done_tokens: int) -> bool:

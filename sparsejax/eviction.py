@@ -48,8 +48,10 @@ def ring_positions(next_position: jax.Array, window: int, observed: jax.Array) -
 
 
 def candidates(capacity: int, length: jax.Array, first: int, recent: int) -> jax.Array:
-    """Rows that compete, bool [capacity]: neither the first ones nor the last ones."""
+    """Rows that compete: neither the first ones nor the last ones. bool [capacity], [heads, capacity] for [heads]."""
     index = jnp.arange(capacity, dtype=jnp.int32)
+    if length.ndim:
+        index, length = index[None], length[:, None]
     return (index >= first) & (index < length - recent)
 
 
@@ -81,10 +83,11 @@ def window_votes(
       float32 [1 or kv_heads, capacity]; rows outside the candidates hold -inf (logits) or 0 (probability).
     """
     geometry = context.geometry
-    end = context.length - recent
+    lengths = context.view.lengths[0][:1] if shared else context.view.lengths[0]  # of each head, where they differ
+    end = (lengths - recent)[None, :, None]
     # Rows end with the tokens of the window, so a query sees all but those that came after it.
     later = context.next_position - 1 - query_positions
-    limit = jnp.where(in_window, context.length - later, 0)[None, None, :]
+    limit = jnp.where(in_window[None], lengths[:, None] - later[None], 0)[None]
     arrays = (queries[None], context.pools, context.names, context.view)
     how: dict[str, Any] = {"load_tile": context.load_tile, "layer": context.layer, "scale": geometry.scale}
     how["implementation"] = context.implementation
@@ -96,8 +99,8 @@ def window_votes(
     group = "max" if shared else "sum"
     scores = api.row_scores(*arrays, jnp.minimum(limit, end), lse=lse, group=group, **how)[0] / num_queries
     scores = scores.max(0, keepdims=True) if shared else scores / geometry.group_size
-    competing = candidates(scores.shape[1], context.length, first, recent)
-    return jnp.where(competing[None], scores, 0.0 if probability else -jnp.inf)
+    competing = candidates(scores.shape[1], lengths, first, recent)
+    return jnp.where(competing, scores, 0.0 if probability else -jnp.inf)
 
 
 def pool_scores(scores: jax.Array, kernel: int, pool_type: str) -> jax.Array:
@@ -116,7 +119,7 @@ def pool_candidates(
     """`pool_scores` over the candidates alone: what does not compete lends nothing to its neighbours."""
     if kernel == 1:
         return scores
-    competing = candidates(scores.shape[1], length, first, recent)[None]
+    competing = jnp.atleast_2d(candidates(scores.shape[1], length, first, recent))
     return pool_scores(jnp.where(competing, scores, -jnp.inf if pool_type == "max" else 0.0), kernel, pool_type)
 
 
@@ -160,7 +163,7 @@ def choose_counted_rows(
 
     Args:
       scores: float32 [heads, capacity], NaN as -inf.
-      length: int32 scalar, rows before.
+      length: int32 scalar or [heads], rows before.
       kept: the most rows that a head may keep.
       counts: int32 [heads] rows that each keeps, at least `first` + `recent` and at most `kept` and `length`.
       first, recent: rows at the beginning and at the end that stay whatever their score.
@@ -170,9 +173,8 @@ def choose_counted_rows(
     """
     heads, capacity = scores.shape
     index = jnp.arange(capacity, dtype=jnp.int32)
-    competing = candidates(capacity, length, first, recent)[None]
-    keys = jnp.where(competing, _ordered_keys(scores), jnp.int32(2**31 - 1))
-    keys = jnp.where(index[None] < length, keys, LOWEST)
+    length = jnp.broadcast_to(length, (heads,))
+    keys = _row_keys(scores, length, first, recent)
 
     digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.int32)
 
@@ -189,8 +191,59 @@ def choose_counted_rows(
     missing = counts[:, None] - above.sum(1, keepdims=True, dtype=jnp.int32)
     stays = above | equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= missing)
     place = jnp.where(stays, jnp.cumsum(stays, axis=1, dtype=jnp.int32) - 1, kept)  # `kept` is out of bounds: dropped
-    rows = jnp.full((heads, kept), length - 1, jnp.int32)
+    rows = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], (heads, kept))
     return rows.at[jnp.arange(heads)[:, None], place].set(index[None], mode="drop")
+
+
+def head_budgets(
+    scores: jax.Array,
+    lengths: jax.Array,
+    total: int,
+    floor: int,
+    ceiling: int,
+    *,
+    first: int = 0,
+    recent: int = 0,
+) -> jax.Array:
+    """How many rows each head of a layer keeps, if the best rows of all heads stay (arXiv 2407.11550).
+
+    Args:
+      scores: float32 [heads, capacity], NaN as -inf.
+      lengths: int32 scalar or [heads], rows before.
+      total: rows that stay in all heads together, at least heads * (`first` + `recent`).
+      floor, ceiling: least and most rows of a head, where it has so many; heads * floor <= total <= heads * ceiling.
+      first, recent: rows at the beginning and at the end of each head that stay whatever their score.
+
+    Returns:
+      int32 [heads] that add up to `total`, or to as many rows as the ceiling and the lengths allow. Ties go to the
+      lower head, and within it to the lower row.
+    """
+    heads = scores.shape[0]
+    lengths = jnp.broadcast_to(lengths, (heads,))
+    keys = _row_keys(scores, lengths, first, recent)
+    least, most = jnp.minimum(floor, lengths), jnp.minimum(ceiling, lengths)
+    wanted = jnp.minimum(total, most.sum())
+
+    def counts_from(least_key):
+        return jnp.clip((keys >= least_key).sum(1, dtype=jnp.int32), least, most)
+
+    def step(i, threshold):
+        candidate = threshold ^ (jnp.int32(1) << (31 - i))  # as in `choose_counted_rows`, over all heads
+        return jnp.where(counts_from(candidate).sum() >= wanted, candidate, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, step, jnp.int32(LOWEST))
+    above = jnp.clip((keys > threshold).sum(1, dtype=jnp.int32), least, most)
+    room = counts_from(threshold) - above
+    before = jnp.cumsum(room, dtype=jnp.int32) - room
+    return above + jnp.clip(wanted - above.sum() - before, 0, room)
+
+
+def _row_keys(scores: jax.Array, lengths: jax.Array, first: int, recent: int) -> jax.Array:
+    """int32 [heads, capacity] in the order of the scores; protected rows above all, rows past the end below all."""
+    capacity = scores.shape[1]
+    competing = candidates(capacity, lengths, first, recent)
+    keys = jnp.where(competing, _ordered_keys(scores), jnp.int32(2**31 - 1))
+    return jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None] < lengths[:, None], keys, LOWEST)
 
 
 def _ordered_keys(scores: jax.Array) -> jax.Array:

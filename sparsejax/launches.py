@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from sparsejax.errors import RequestError
-from sparsejax.plans import StepResult, Ticket
+from sparsejax.plans import CountTicket, StepResult, Ticket
 from sparsejax.prefill import Bucket
 from sparsejax.rows import Sequence
 
@@ -38,7 +40,7 @@ class Launch:
     """
 
     step: int
-    ticket: Ticket
+    ticket: Ticket | CountTicket
     rows: tuple[tuple[Sequence, int | None], ...]
     submitted_s: float
     bucket: Bucket | None
@@ -61,7 +63,13 @@ class Launches:
     def clear(self) -> None:
         self._queue.clear()
 
-    def add(self, step: int, ticket: Ticket, rows: list[tuple[Sequence, int | None]], bucket: Bucket | None) -> None:
+    def add(
+        self,
+        step: int,
+        ticket: Ticket | CountTicket,
+        rows: list[tuple[Sequence, int | None]],
+        bucket: Bucket | None,
+    ) -> None:
         self._queue.append(Launch(step, ticket, tuple(rows), self._clock(), bucket))
 
     def due(self, newest_due_step: int) -> bool:
@@ -71,7 +79,7 @@ class Launches:
         oldest = self._queue[0]
         return oldest.step <= newest_due_step or call_runner(oldest.ticket.is_ready)
 
-    def collect(self) -> tuple[Launch, StepResult, float]:
+    def collect(self) -> tuple[Launch, StepResult | np.ndarray, float]:
         """Waits for the oldest program; also returns the seconds that the device spent on it, as far as is known."""
         launch = self._queue.popleft()
         result = call_runner(launch.ticket.result)

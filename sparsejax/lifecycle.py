@@ -24,7 +24,7 @@ from sparsejax.errors import CacheTooSmallError, RequestError
 from sparsejax.launches import Launches, RunnerError, call_runner
 from sparsejax.memory import Memory, SwapSpace
 from sparsejax.metrics import EngineMetrics
-from sparsejax.plans import ForkRow, MaintainRow, Runner
+from sparsejax.plans import CountRow, ForkRow, MaintainRow, Runner
 from sparsejax.prefill import PrefillPlanner
 from sparsejax.request import FinishReason, Request, TokenEvent, TokenLogprob
 from sparsejax.rows import Group, Sequence, State
@@ -218,7 +218,7 @@ class Lifecycle:
             seq.rebuilt = seq.rebuilt or seq.computed > 0
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
             seq.computed = seq.replayed = seq.dispatched = seq.observed_from = 0
-            seq.phase_due = None
+            seq.phase_due = seq.counting = seq.counts = None
             seq.state = State.WAITING
             self.waiting.append(seq)
         self.running.remove(seq)
@@ -324,6 +324,13 @@ class Lifecycle:
         done = seq.computed - (seq.prefill_len if phase in ("token", "pressure") else 0)
         kept = self.memory.kept(facts, phase, pages.lengths) if facts.may_evict(phase, done) else None
         observed = seq.computed - seq.observed_from
+        if kept is not None and facts.most_counted(phase, pages.lengths):
+            if seq.counts is None:
+                self._count(seq, phase, observed)
+                return  # the row waits for its counts, others go on
+            kept = seq.counts
+            if kept.shape != pages.lengths.shape or ((kept < 1) | (kept > pages.lengths)).any():
+                raise RuntimeError(f"{facts.name} counts {kept.tolist()} rows of {pages.lengths.tolist()}")
         if kept is not None:
             while self.memory.pool.free_pages(facts.granularity) < pages.fresh_pages(kept):
                 self._relieve(seq, "a compaction")
@@ -335,6 +342,7 @@ class Lifecycle:
                 call_runner(self.runner.maintain, seq.group.method, plan)
 
             freed = pages.compact(kept, submit)
+            seq.counts = None
             self.num_evicted_pages += freed
             self.metrics.pages_evicted.inc(freed)
             self.metrics.maintenance_steps.inc(kind="evict")
@@ -342,6 +350,14 @@ class Lifecycle:
         if kept is not None or phase == "prompt":
             seq.observed_from = seq.computed
         seq.phase_due = None
+
+    def _count(self, seq: Sequence, phase: str, observed: int) -> None:
+        """Asks the device how many rows each head keeps, unless it was asked already."""
+        if seq.counting is None:
+            assert seq.pages is not None
+            plan = CountRow(seq.row, phase, seq.pages.lengths.copy(), observed)
+            ticket = seq.counting = call_runner(self.runner.count, seq.group.method, plan)
+            self.launches.add(self.step_number, ticket, [(seq, None)], None)
 
     def _guard(self, seq: Sequence, work: Callable[[Sequence], Any]) -> Any:
         """Works on behalf of one choice. What goes wrong there ends that choice only; then None is returned."""

@@ -58,7 +58,12 @@ class Memory:
         shape = self.geometry.table_shape(facts.granularity)
         start = np.zeros(shape, np.int32) if lengths is None else lengths
         peak = facts.peak_rows(start, prompt_tokens, decode_tokens, self.max_chunk)
-        return np.broadcast_to(np.asarray(peak, np.int32), shape)
+        slack = self._slack(facts) if prompt_tokens else 0
+        return np.broadcast_to(np.asarray(peak, np.int32), shape) + slack
+
+    def _slack(self, facts: MethodFacts) -> int:
+        """Rows to add to a mean over heads: however they share, they need no more pages than heads of this length."""
+        return self.geometry.page_size - 1 if facts.ragged else 0
 
     def _pages(self, rows: np.ndarray) -> int:
         """Pages that hold so many rows of each layer and head."""
@@ -67,7 +72,8 @@ class Memory:
     def _compaction_pages(self, facts: MethodFacts, peak: np.ndarray) -> int:
         """Most fresh pages of one compaction of a row that never holds more than `peak` rows."""
         kept = (self.kept(facts, phase, peak) for phase in _PHASES)
-        return max((self._pages(k[k < peak]) for k in kept if k is not None), default=0)
+        slack = self._slack(facts)
+        return max((self._pages(k[k < peak] + slack) for k in kept if k is not None), default=0)
 
     def _peak_of(self, seq: Sequence, window: int, lengths: np.ndarray | None) -> np.ndarray:
         """Most rows of each layer and head, from `lengths` on, until `window` more tokens are decoded."""
@@ -76,7 +82,7 @@ class Memory:
         start = held
         if seq.replaying or (seq.prefilled and seq.phase_due == "prompt"):  # it will be compacted before it decodes
             kept = self.kept(facts, "prompt", held)
-            start = held if kept is None else kept
+            start = held if kept is None else kept + self._slack(facts)
         rows = np.maximum(held, self.peak(facts, start, left, window))
         replays = seq.group.replays[seq.replayed :]
         return np.maximum(rows, held + left + max(replays)) if replays else rows

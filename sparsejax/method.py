@@ -246,6 +246,10 @@ def _grow(params: Any, lengths: np.ndarray, prompt_tokens: int, decode_tokens: i
     return lengths + prompt_tokens + decode_tokens
 
 
+def _not_counted(params: Any, phase: Phase, lengths: np.ndarray) -> int:
+    return 0
+
+
 def _always(params: Any, phase: Phase, done_tokens: int) -> bool:
     return True
 
@@ -302,6 +306,10 @@ class Method:
       keep_rows: device hook, which rows survive a compaction: int32 [1 or kv_heads, kept], ascending.
       keep_count: host, rows that stay after a phase, for an array of lengths over (layers, heads) of the granularity;
         equal to the length where nothing is due. At its most for the longest row.
+      counted: host, (params, phase, lengths) -> the most rows that a head may keep, where the device decides how many:
+        `keep_count` then says how many it is per head on average, and granularity must be "head". 0 elsewhere.
+      count_rows: device hook of methods that count, rows to keep of each head in this layer: int32 [kv_heads], at least
+        1 each. Runs before the compaction, whose plan the host makes from what it gives.
       due: host, whether anything may be due after a phase of which so many tokens are done (since the prompt or the
         decoding began); asked before `keep_count`.
       peak: host, most rows held in each layer and head, for an array of lengths, while a prompt is appended and then
@@ -346,6 +354,8 @@ class Method:
     survey_reduction: Literal["sum", "max"] = "sum"
     keep_rows: Callable[[Any, EvictContext], jax.Array] | None = None
     keep_count: Callable[[Any, Phase, np.ndarray], np.ndarray] = _keep_all
+    counted: Callable[[Any, Phase, np.ndarray], int] = _not_counted
+    count_rows: Callable[[Any, EvictContext], jax.Array] | None = None
     due: Callable[[Any, Phase, int], bool] = _always
     peak: Callable[[Any, np.ndarray, int, int], np.ndarray] = _grow
     prompt_peak: Callable[[Any, np.ndarray, int, int], np.ndarray] | None = None
@@ -374,6 +384,16 @@ class Method:
         """Rows per layer and head that stay once `phase` is over."""
         now: Any = phase  # one of Phase; the scheduler's side has no such type
         return np.asarray(self.keep_count(self.params, now, np.asarray(length, np.int32)), np.int32)
+
+    @property
+    def ragged(self) -> bool:
+        """How many rows a head keeps is not always known beforehand."""
+        return self.count_rows is not None
+
+    def most_counted(self, phase: str, length: np.ndarray) -> int:
+        """The most rows that a head keeps where the device counts them; 0 where `kept_after` says how many."""
+        now: Any = phase
+        return int(self.counted(self.params, now, np.asarray(length, np.int32)))
 
     def may_evict(self, phase: str, done_tokens: int) -> bool:
         """False if nothing is due, whatever the lengths, after `done_tokens` of this prompt or decode phase."""
@@ -428,6 +448,12 @@ def choice_param(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises MethodError unless `value` is one of `choices`."""
     if value not in choices:
         raise MethodError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def number_param(name: str, value: object, low: float, high: float) -> None:
+    """Raises MethodError unless `value` is a number (not a bool) in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise MethodError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
 
 
 def knob(default: Any, help: str, unit: str = "") -> Any:

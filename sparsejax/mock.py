@@ -11,12 +11,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from sparsejax.errors import RequestError
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.plans import (
+    CountRow,
     DecodeRow,
     ForkRow,
     MaintainRow,
@@ -29,6 +31,8 @@ from sparsejax.plans import (
     SwappedRow,
 )
 from sparsejax.rows import ceil_div
+
+T = TypeVar("T")
 
 Script = Callable[[Sequence[int], int, int], int]
 """(token history, index of the next token within the completion, seed) -> token."""
@@ -80,6 +84,7 @@ class MockMethod:
       yields: rows go back to `window` before they are due if the pool runs out.
       final_chunk: fewest tokens of the last prompt chunk.
       replay_chunk: prompt tokens of one replay, behind its first token, or None for no replays.
+      ragged: heads share the prompt budgets of their layer as the device says.
     """
 
     name: str = "dense"
@@ -93,6 +98,7 @@ class MockMethod:
     replay_chunk: int | None = None
     private_rows: bool = False
     chunk_dependent: bool = False
+    ragged: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -108,6 +114,10 @@ class MockMethod:
         elif int(kept.max()) >= self.window + (0 if phase == "pressure" else self.interval):
             kept = np.minimum(kept, np.maximum(1, self.window - layers * self.layer_step))
         return kept
+
+    def most_counted(self, phase: str, length: np.ndarray) -> int:
+        counted = self.ragged and self.prompt_budget is not None and phase == "prompt"
+        return min(2 * (self.prompt_budget or 0), int(length.max())) if counted else 0
 
     def may_evict(self, phase: str, done_tokens: int) -> bool:
         return True
@@ -152,8 +162,10 @@ METHODS = (
     MockMethod("pyramid", Granularity.LAYER, prompt_budget=20, window=32, interval=8, layer_step=3),
     MockMethod("heads", Granularity.HEAD, prompt_budget=12, final_chunk=4),
     MockMethod("replay", Granularity.LAYER, prompt_budget=14, replay_chunk=7),
+    MockMethod("ragged", Granularity.HEAD, prompt_budget=11, replay_chunk=9, ragged=True),
 )
-"""Keep all, a window, prompt eviction per layer, uneven layers, per-head pages with a long last chunk, replays."""
+"""Keep all, a window, prompt eviction per layer, uneven layers, per-head pages with a long last chunk, replays, heads
+that keep different numbers."""
 
 
 @dataclasses.dataclass
@@ -170,6 +182,7 @@ class _Row:
     prompt_end: int = 0  # tokens processed when the prompt ended
     compacted_at: int = 0  # tokens processed at the last compaction
     replayed: int = 0
+    counted: np.ndarray | None = None  # rows of the compaction that is due
 
     def copy(self) -> _Row:
         stamps = [[s.copy() for s in layer] for layer in self.stamps]
@@ -184,22 +197,21 @@ class _Row:
             self.prompt_end,
             self.compacted_at,
             self.replayed,
+            self.counted,
         )
 
 
-class MockTicket:
+class MockTicket(Generic[T]):
     """A result that is there at once, after a delay, or when the runner is released."""
 
-    def __init__(
-        self, result: StepResult | Exception, ready_s: float, gate: threading.Event, runner: MockRunner
-    ) -> None:
+    def __init__(self, result: T | Exception, ready_s: float, gate: threading.Event, runner: MockRunner) -> None:
         self._result, self._ready_s, self._gate, self._runner = result, ready_s, gate, runner
         self.collected = False
 
     def is_ready(self) -> bool:
         return self._gate.is_set() and self._runner.clock() >= self._ready_s
 
-    def result(self) -> StepResult:
+    def result(self) -> T:
         if self.collected:
             raise ContractError("a ticket was collected twice")
         self._gate.wait()
@@ -385,8 +397,24 @@ class MockRunner:
             tokens.append(self._sample(plan.row, row, plan.sampling))
         return self._ticket("decode", rows, tokens, len(rows), fault)
 
-    def maintain(self, method: str, plan: MaintainRow) -> None:
-        self._enter("maintain")
+    def count(self, method: str, plan: CountRow) -> MockTicket[np.ndarray]:
+        fault = self._enter("count")
+        row, lengths = self._due_row(method, plan)
+        facts = self._limits.methods[method]
+        most, budget = facts.most_counted(plan.phase, lengths), facts.kept_after(plan.phase, lengths)
+        self._require(most > 0 and bool((budget < lengths).any()), f"there is nothing to count after {plan.phase}")
+        counts = np.ones_like(lengths)
+        for layer in range(len(lengths)):
+            # One row at a time to whoever a number says that still has room: any split that keeps the sum will do.
+            for i in range(int(budget[layer].sum()) - lengths.shape[1]):
+                room = np.flatnonzero(counts[layer] < np.minimum(lengths[layer], most))
+                counts[layer, room[min(len(room) - 1, mix(len(row.history), layer, i) % (len(room) + 1))]] += 1
+        row.counted = counts
+        self._device_free_s = max(self.clock(), self._device_free_s) + self.step_s
+        self._leave("count")
+        return MockTicket(fault or counts.copy(), self._device_free_s, self._gate, self)
+
+    def _due_row(self, method: str, plan: CountRow | MaintainRow) -> tuple[_Row, np.ndarray]:
         row = self._row(plan.row, method)
         lengths = self._lengths(row)
         self._require(
@@ -400,8 +428,17 @@ class MockRunner:
         self._check_contents(plan.row, row)
         if plan.phase == "prompt":
             self._check_replayed(plan.row, row)
+        return row, lengths
+
+    def maintain(self, method: str, plan: MaintainRow) -> None:
+        self._enter("maintain")
+        row, lengths = self._due_row(method, plan)
         facts = self._limits.methods[method]
         expected = np.broadcast_to(facts.kept_after(plan.phase, lengths), lengths.shape)
+        if facts.most_counted(plan.phase, lengths):
+            self._require(row.counted is not None, f"row {plan.row} is compacted before its heads were counted")
+            assert row.counted is not None
+            expected, row.counted = row.counted, None
         self._require(
             bool((expected == plan.kept).all()), f"{method} keeps {expected.tolist()} rows, not {plan.kept.tolist()}"
         )

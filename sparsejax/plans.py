@@ -110,6 +110,19 @@ class MaintainRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class CountRow:
+    """Ask the row's method how many rows each head keeps in the compaction that is due. Changes nothing.
+
+    Attributes are those of `MaintainRow`.
+    """
+
+    row: int
+    phase: str
+    length: np.ndarray
+    observed_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ForkRow:
     """Make `target` a copy of `source` as it stands: same lengths, table, statistics.
 
@@ -161,6 +174,18 @@ class Ticket(Protocol):
         ...
 
 
+class CountTicket(Protocol):
+    """Counts under way."""
+
+    def is_ready(self) -> bool:
+        """True if `result` would not wait."""
+        ...
+
+    def result(self) -> np.ndarray:
+        """Waits; rows to keep, int32 [layers, heads]."""
+        ...
+
+
 class MethodFacts(Protocol):
     """What the host must know of a method: integers only (see `sparsejax.method.Method`, which implements it).
 
@@ -188,6 +213,18 @@ class MethodFacts(Protocol):
 
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:
         """Rows that stay once `phase` (see `MaintainRow`) is over; equal to `length` if nothing is due."""
+        ...
+
+    @property
+    def ragged(self) -> bool:
+        """There are phases after which the device says how many rows each head keeps."""
+        ...
+
+    def most_counted(self, phase: str, length: np.ndarray) -> int:
+        """The most rows that a head keeps where the device counts them (see `CountRow`), else 0.
+
+        `kept_after` then gives the mean over heads.
+        """
         ...
 
     def may_evict(self, phase: str, done_tokens: int) -> bool:
@@ -263,6 +300,8 @@ class Runner(Protocol):
     def replay(self, method: str, plan: ReplayRow) -> Ticket:
         """Runs one replay. Its result has a single row without a token."""
         ...
+
+    def count(self, method: str, plan: CountRow) -> CountTicket: ...
 
     def maintain(self, method: str, plan: MaintainRow) -> None: ...
 

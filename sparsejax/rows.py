@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsejax.cache.pages import PagePool
 from sparsejax.geometry import Granularity
-from sparsejax.plans import MethodFacts, SamplingRow, SwappedRow
+from sparsejax.plans import CountTicket, MethodFacts, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the choices of one request get distinct seeds
@@ -274,6 +274,8 @@ class Sequence:
       dispatched: output tokens whose sampling was submitted; those beyond `output` are in flight.
       prefill_len: tokens that go through prompt chunks: the prompt, or prompt and output after a rebuild.
       phase_due: maintenance phase that was reached but not yet carried out.
+      counting: the counts under way of the compaction that is due.
+      counts: its rows to keep in each layer and head, once they are known.
       observed_from: `computed` when the phase (prompt or decode) began or the row was last compacted.
       leader: the choice from which this one will fork, while it waits for that.
       reserved_pages: most pages the row may hold within its prompt and decode window; held ones included.
@@ -293,6 +295,8 @@ class Sequence:
         self.replayed = 0
         self.dispatched = 0
         self.phase_due: str | None = None
+        self.counting: CountTicket | None = None
+        self.counts: np.ndarray | None = None
         self.observed_from = 0
         self.leader: Sequence | None = None
         self.row = 0  # 0: none

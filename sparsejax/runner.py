@@ -19,6 +19,7 @@ from sparsejax.geometry import Geometry
 from sparsejax.method import Method
 from sparsejax.models.spec import ModelSpec, Weights
 from sparsejax.plans import (
+    CountRow,
     DecodeRow,
     ForkRow,
     MaintainRow,
@@ -99,6 +100,20 @@ class ReplayTicket:
         ok = np.asarray(self._ok)[:1]
         self._collect()
         return StepResult(np.full(1, -1, np.int32), ok)
+
+
+class RowCounts:
+    """Counts under way (see `plans.CountTicket`): int32 [layers, heads]."""
+
+    def __init__(self, counts: jax.Array):
+        self._counts = counts
+        self._counts.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        return self._counts.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def result(self) -> np.ndarray:
+        return np.asarray(self._counts)
 
 
 class _Exported:
@@ -237,6 +252,8 @@ class DeviceRunner:
                 yield self._describe_replay(name, bucket)
             if method.evicts:
                 for phase, kept in sorted(self._compactions(method)):
+                    if self._counts(method, phase):
+                        yield self._describe_count(name, phase, kept)
                     yield self._describe_maintain(name, phase, kept)
         sizes = {*self._limits.decode_buckets, *(size for size, _ in self._limits.prefill_buckets)}
         for size in sorted(sizes):
@@ -279,7 +296,13 @@ class DeviceRunner:
         geometry = self._limits.geometry
         longest = np.full(geometry.table_shape(method.granularity), geometry.max_model_len, np.int32)
         kept = {phase: method.kept_after(phase, longest) for phase in PHASES}
-        return {(phase, int(rows.max())) for phase, rows in kept.items() if (rows < longest).any()}
+        due = {phase: int(rows.max()) for phase, rows in kept.items() if (rows < longest).any()}
+        return {(phase, self._counts(method, phase) or most) for phase, most in due.items()}
+
+    def _counts(self, method: Method, phase: str) -> int:
+        """The most rows of a head where the device counts them, else 0."""
+        geometry = self._limits.geometry
+        return method.most_counted(phase, np.full(geometry.table_shape(method.granularity), geometry.max_model_len))
 
     def _describe_decode(self, name: str, bucket: int) -> Program:
         def args() -> tuple:
@@ -348,6 +371,13 @@ class DeviceRunner:
 
     def _maintain_program(self, name: str, phase: str, kept: int) -> Callable[..., Any]:
         return self._program(("maintain", name, phase, kept), lambda: self._describe_maintain(name, phase, kept))
+
+    def _describe_count(self, name: str, phase: str, kept: int) -> Program:
+        def args() -> tuple:
+            return self._statics[name], self.state, np.int32(0), np.int32(0)
+
+        label, static = f"count[{name} {phase} most={kept}]", {"phase": phase, "kept": kept}
+        return Program("count", ("count", name, phase, kept), label, steps.count_step, args, static)
 
     # Packing
 
@@ -465,6 +495,14 @@ class DeviceRunner:
         program = self._sample_program(size, mode if mode in self._sampling_modes else None)
         self.state, packed = program(self.state, logits, table, ints, floats)
         return StepTicket(packed, logits, len(sampling), wants_logprobs, self._settle_exports)
+
+    def count(self, method: str, plan: CountRow) -> RowCounts:
+        kept = self._counts(self._methods[method], plan.phase)
+        if not kept:
+            raise ValueError(f"count: {method} counts nothing after {plan.phase!r}")
+        key = "count", method, plan.phase, kept
+        program = self._program(key, lambda: self._describe_count(method, plan.phase, kept))
+        return RowCounts(program(self.state, np.int32(plan.row), np.int32(plan.observed_tokens)))
 
     def maintain(self, method: str, plan: MaintainRow) -> None:
         geometry, due = self._limits.geometry, plan.kept < plan.length

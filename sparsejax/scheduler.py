@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.errors import QueueTimeoutError, RequestError
 from sparsejax.launches import call_runner
@@ -271,6 +273,11 @@ class Scheduler(Lifecycle):
     def _collect(self) -> None:
         """Takes the oldest program's results, waiting for them if need be, and tells the consumers."""
         launch, result, elapsed_s = self.launches.collect()
+        if isinstance(result, np.ndarray):
+            ((seq, _),) = launch.rows
+            if seq.counting is launch.ticket:  # else the row was rebuilt since
+                seq.counting, seq.counts = None, result
+            return
         if launch.bucket is not None:
             self.planner.observe(launch.bucket, elapsed_s)
         now, tokens, ok = self.clock(), result.tokens.tolist(), result.ok.tolist()

@@ -3,7 +3,8 @@
     state, outputs = decode_step(statics, weights, state, inputs)
     state, outputs = prefill_chunk(statics, weights, state, inputs)
     state, ok = replay_chunk(statics, weights, state, tokens, rows, updates)
-    state = maintain_step(statics, state, plan, kind=..., phase=..., kept=...)
+    counts = count_step(statics, state, row, observed, phase=..., kept=...)
+    state = maintain_step(statics, state, inputs, phase=..., kept=...)
 
 The state is donated: use the returned one. Shapes are static (the batch bucket, the chunk bucket, the table width);
 lengths and page counts are data, so a growing context never recompiles. What happens in a layer is in
@@ -304,6 +305,108 @@ def prefill_chunk(
     return state, StepOutputs(packed, logits)
 
 
+class _Eviction(NamedTuple):
+    """One request before a compaction: what `EvictContext` takes of it.
+
+    Attributes:
+      table, lengths: int32 [layers, heads, 1, columns] and [layers, heads, 1] of the granularity.
+    """
+
+    statics: Statics
+    state: KVState
+    row: jax.Array
+    observed: jax.Array
+    phase: Phase
+    kept: int
+    table: jax.Array
+    lengths: jax.Array
+
+    @classmethod
+    def of(
+        cls, statics: Statics, state: KVState, row: jax.Array, observed: jax.Array, phase: Phase, kept: int
+    ) -> _Eviction:
+        name = statics.method.granularity.value
+        table, lengths = state.tables[name][:, :, row][:, :, None], state.lengths[name][:, :, row][:, :, None]
+        return cls(statics, state, row, observed, phase, kept, table, lengths)
+
+    @property
+    def cache(self) -> Cache:
+        state = self.state
+        return Cache(state.pools, state.page_aux, state.row_aux, state.request_aux)
+
+    def view(self, layer: jax.Array) -> PageView:
+        method = self.statics.method
+        return layer_view(self.statics.geometry, method.granularity, self.table, self.lengths, layer)
+
+    def context(self, layer: jax.Array, cache: Cache, counts: jax.Array, survey: jax.Array | None) -> EvictContext:
+        """`cache` may have seen the compaction of other layers."""
+        view = self.view(layer)
+        return EvictContext(
+            geometry=self.statics.geometry,
+            phase=self.phase,
+            kept=self.kept,
+            counts=counts,
+            layer=layer,
+            row=self.row,
+            view=view,
+            length=view.lengths[0].max(),
+            observed=self.observed,
+            next_position=self.state.positions[self.row],
+            pools=cache.pools,
+            names=payload_names(cache),
+            load_tile=load_tile(self.statics),
+            page_aux=cache.page_aux,
+            row_aux={aux_name: array[layer, self.row] for aux_name, array in cache.row_aux.items()},
+            request_aux={aux_name: array[self.row] for aux_name, array in cache.request_aux.items()},
+            survey=survey,
+            implementation=self.statics.implementation,
+        )
+
+    def survey(self) -> jax.Array | None:
+        """What all layers say together, before any is compacted."""
+        method = self.statics.method
+        survey = method.survey
+        if survey is None:
+            return None
+        counts = jnp.full(self.lengths.shape[1], self.kept, jnp.int32)
+
+        def of(layer):
+            return survey(method.params, self.context(layer, self.cache, counts, None))
+
+        def add(layer, total):
+            return jnp.maximum(total, of(layer)) if method.survey_reduction == "max" else total + of(layer)
+
+        return jax.lax.fori_loop(1, self.statics.geometry.num_layers, add, of(jnp.int32(0)))
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"))
+def count_step(
+    statics: Statics, state: KVState, row: jax.Array, observed: jax.Array, *, phase: Phase, kept: int
+) -> jax.Array:
+    """How many rows each head of a request keeps in a compaction: what the host needs to plan it.
+
+    Args:
+      statics: what the program is compiled for; the method must count.
+      state: read only.
+      row, observed: as in `MaintainInputs`.
+      phase: what was just finished.
+      kept: the most rows that a head keeps.
+
+    Returns:
+      int32 [layers, kv_heads].
+    """
+    method = statics.method
+    assert method.count_rows is not None
+    eviction = _Eviction.of(statics, state, row, observed, phase, kept)
+    survey, most = eviction.survey(), jnp.full(statics.geometry.num_kv_heads, kept, jnp.int32)
+
+    def of(layer):
+        assert method.count_rows is not None
+        return method.count_rows(method.params, eviction.context(layer, eviction.cache, most, survey))
+
+    return jax.lax.map(of, jnp.arange(statics.geometry.num_layers, dtype=jnp.int32))
+
+
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept"), donate_argnames=("state",))
 def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, phase: Phase, kept: int) -> KVState:
     """Evicts rows of one request and packs those that stay into fresh pages.
@@ -322,58 +425,23 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
     geometry, method = statics.geometry, statics.method
     name = method.granularity.value
     row = inputs.row
-    table, lengths = state.tables[name][:, :, row][:, :, None], state.lengths[name][:, :, row][:, :, None]
+    eviction = _Eviction.of(statics, state, row, inputs.observed, phase, kept)
+    table, lengths = eviction.table, eviction.lengths
     num_columns = inputs.new_pages.shape[2]
     kept_lengths = inputs.kept[:, :, None]
     due = kept_lengths < lengths
     new_table = jnp.zeros_like(table).at[:, :, 0, :num_columns].set(inputs.new_pages)
     index = jnp.arange(kept, dtype=jnp.int32)
     columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, None, :]
-
-    def context_of(layer, cache: Cache, old: PageView, new: PageView, survey: jax.Array | None) -> EvictContext:
-        return EvictContext(
-            geometry=geometry,
-            phase=phase,
-            kept=kept,
-            counts=jnp.minimum(new.lengths[0], kept),
-            layer=layer,
-            row=row,
-            view=old,
-            length=old.lengths[0].max(),
-            observed=inputs.observed,
-            next_position=state.positions[row],
-            pools=cache.pools,
-            names=payload_names(cache),
-            load_tile=load_tile(statics),
-            page_aux=cache.page_aux,
-            row_aux={aux_name: array[layer, row] for aux_name, array in cache.row_aux.items()},
-            request_aux={aux_name: array[row] for aux_name, array in cache.request_aux.items()},
-            survey=survey,
-            implementation=statics.implementation,
-        )
-
-    def views(layer) -> tuple[PageView, PageView]:
-        old = layer_view(geometry, method.granularity, table, lengths, layer)
-        return old, layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
-
-    cache = Cache(state.pools, state.page_aux, state.row_aux, state.request_aux)
-    survey = None
-    if method.survey is not None:
-        first = method.survey(method.params, context_of(jnp.int32(0), cache, *views(jnp.int32(0)), None))
-
-        def add(layer, total):
-            assert method.survey is not None
-            more = method.survey(method.params, context_of(layer, cache, *views(layer), None))
-            return jnp.maximum(total, more) if method.survey_reduction == "max" else total + more
-
-        survey = jax.lax.fori_loop(1, geometry.num_layers, add, first)
+    survey = eviction.survey()
     keep_rows = method.keep_rows
     assert keep_rows is not None
     moving = _per_token(statics)
 
     def body(layer, cache: Cache) -> Cache:
-        old, new = views(layer)
-        keep = keep_rows(method.params, context_of(layer, cache, old, new, survey))[None]  # [1, heads or 1, kept]
+        old, new = eviction.view(layer), layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
+        context = eviction.context(layer, cache, jnp.minimum(new.lengths[0], kept), survey)
+        keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
         rows = {**cache.pools, **{aux_name: cache.page_aux[aux_name] for aux_name in moving}}
         rows = api.move_rows(rows, keep, old, new, implementation=statics.implementation)
         page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
@@ -408,7 +476,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
         return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
-    cache = jax.lax.fori_loop(0, geometry.num_layers, body, cache)
+    cache = jax.lax.fori_loop(0, geometry.num_layers, body, eviction.cache)
     now = jnp.where(due[..., None], new_table, table)[:, :, 0]
     return state.replace(
         pools=cache.pools,

@@ -8,7 +8,7 @@ dropped again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsejax import eviction
 from sparsejax.errors import MethodError
-from sparsejax.geometry import Geometry
+from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import (
     Aux,
     AuxSpec,
@@ -29,6 +29,7 @@ from sparsejax.method import (
     choice_param,
     integer_param,
     knob,
+    number_param,
 )
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import gather_rows, load_block, pad_columns
@@ -45,9 +46,12 @@ class Params:
     kvzip_instruction: str = knob("Repeat the previous context exactly:", "text before each replay")
     kvzip_variant: str = knob(
         "global_token",
-        "one keep set for all layers and heads ('global_token') or one for each KV head ('per_head_uniform')",
+        "one keep set for all layers and heads ('global_token'), one for each KV head ('per_head_uniform'), or the "
+        "best rows of all heads of a layer, which then keep different numbers ('pair')",
     )
     kvzip_query_reduction: str = knob("mean", "'global_token' takes the 'mean' or the 'max' over a replay's queries")
+    head_budget_floor: float = knob(0.2, "'pair': share of the mean that every head keeps, in (0, 1]")
+    head_budget_ceiling: float = knob(3.0, "'pair': most that a head keeps, as a multiple of the mean")
     kvzip_protect_sink: int = knob(0, "first tokens that always stay, within the budget", "tokens")
     kvzip_protect_recent: int = knob(0, "last prompt tokens that always stay, within the budget", "tokens")
 
@@ -60,7 +64,9 @@ class Params:
             integer_param(name, getattr(self, name), 0)
         if not isinstance(self.kvzip_instruction, str) or not self.kvzip_instruction:
             raise MethodError(f"kvzip_instruction must be a text, got {self.kvzip_instruction!r}")
-        choice_param("kvzip_variant", self.kvzip_variant, ("global_token", "per_head_uniform"))
+        choice_param("kvzip_variant", self.kvzip_variant, ("global_token", "per_head_uniform", "pair"))
+        number_param("head_budget_floor", self.head_budget_floor, 0, 1)
+        number_param("head_budget_ceiling", self.head_budget_ceiling, 1, 1e6)
         choice_param("kvzip_query_reduction", self.kvzip_query_reduction, ("mean", "max"))
         if self.kvzip_query_reduction != "mean" and self.kvzip_variant != "global_token":
             raise MethodError(f"kvzip_query_reduction belongs to 'global_token': {self.kvzip_variant!r} takes the max")
@@ -70,6 +76,12 @@ class Params:
                 f"kvzip_protect_sink + kvzip_protect_recent = {protected} exceed "
                 f"kvzip_token_budget={self.kvzip_token_budget}"
             )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most rows that a head keeps where heads differ."""
+        least = max(1, int(self.head_budget_floor * self.kvzip_token_budget))
+        return least, int(self.head_budget_ceiling * self.kvzip_token_budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +242,7 @@ def chunk_shares(params: Params, context: ObserveContext) -> tuple[jax.Array, ja
     batch, queries = context.queries.shape[:2]
     size, num_sinks = params.kvzip_score_chunk_size, params.kvzip_protect_sink
     end, step = context.start[:, :, None], jnp.arange(queries, dtype=jnp.int32)[None, None]
+    assert context.part is not None
     first = (context.part * size)[:, None, None]
     chunk = first + jnp.arange(size, dtype=jnp.int32)[None, None]
     sink = jnp.broadcast_to(jnp.arange(num_sinks, dtype=jnp.int32)[None, None], (batch, 1, num_sinks))
@@ -243,7 +256,12 @@ def chunk_shares(params: Params, context: ObserveContext) -> tuple[jax.Array, ja
     query = query.reshape(batch, view.num_heads, geometry.group_size, queries, -1)
     keys = [_keys(context, rows) for rows in (chunk, sink, end + step)]
     heads = tuple(jnp.moveaxis(x, 1, 0) for x in (query, *keys))
-    found = jax.lax.map(lambda head: attention_shares(*head, *seen, geometry.scale), heads)  # a head's logits at once
+
+    def one(head: Sequence[jax.Array]) -> jax.Array:  # a head's logits at once
+        q, *sides = head
+        return attention_shares(q, sides[0], sides[1], sides[2], seen[0], seen[1], seen[2], geometry.scale)
+
+    found = jax.lax.map(one, heads)
     return chunk, jnp.moveaxis(found, 0, 1)
 
 
@@ -265,10 +283,24 @@ def row_scores(context: EvictContext) -> jax.Array:
     return gather_rows(context.page_aux[SCORES], context.view.head_pages(0, context.view.table.shape[2]))[0]
 
 
+def counted(params: Params, phase: Phase, lengths: np.ndarray) -> int:
+    shared = params.kvzip_variant == "pair" and phase == "prompt"
+    return min(params.bounds[1], int(lengths.max())) if shared else 0
+
+
+def count_rows(params: Params, context: EvictContext) -> jax.Array:
+    total = context.geometry.num_kv_heads * params.kvzip_token_budget
+    protected = {"first": params.kvzip_protect_sink, "recent": params.kvzip_protect_recent}
+    return eviction.head_budgets(row_scores(context), context.length, total, *params.bounds, **protected)
+
+
 def keep_rows(params: Params, context: EvictContext) -> jax.Array:
-    shared = params.kvzip_variant == "global_token"
+    if params.kvzip_variant == "pair":
+        protected = {"first": params.kvzip_protect_sink, "recent": params.kvzip_protect_recent}
+        chosen = row_scores(context), context.length, context.kept, context.counts
+        return eviction.choose_counted_rows(*chosen, **protected)
     return eviction.choose_rows(
-        context.survey[None] if shared else row_scores(context),
+        row_scores(context) if context.survey is None else context.survey[None],
         context.length,
         context.kept,
         first=params.kvzip_protect_sink,
@@ -311,6 +343,9 @@ def build(params: Params) -> Method:
         survey_reduction="max",
         keep_rows=keep_rows,
         keep_count=keep_count,
+        counted=counted,
+        count_rows=count_rows if params.kvzip_variant == "pair" else None,
+        granularity=Granularity.HEAD if params.kvzip_variant == "pair" else Granularity.SEQUENCE,
         due=due,
         peak=peak,
         replays=replays,
@@ -330,6 +365,8 @@ NOTES = {
         The `kvzip_token_budget` prompt rows that the model attends to most while it repeats the prompt, and everything
         decoded. All layers and heads keep the same rows; with `kvzip_variant=per_head_uniform` each KV head has its
         own, scored as published: attention is shared with the replay itself, and a row is scored by its own piece only.
+        With `pair` the heads of a layer share its rows by that score: the best of all heads stay, at least
+        `head_budget_floor` and at most `head_budget_ceiling` times the mean in each.
     """,
     "Acts": """
         Once, after the last chunk of a first prompt of more than `kvzip_token_budget` rows. The prompt is read again in

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparsejax import eviction
 from sparsejax.errors import MethodError
-from sparsejax.geometry import Geometry
+from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import (
     Aux,
     AuxSpec,
@@ -25,6 +25,7 @@ from sparsejax.method import (
     choice_param,
     integer_param,
     knob,
+    number_param,
     split_rows,
 )
 
@@ -43,6 +44,11 @@ class Params:
     pool_kernel_size: int = knob(1, "odd width of the pooling over neighbouring scores; 1 is none", "tokens")
     pool_type: str = knob("max", "'max' or 'avg' pooling")
     head_mode: str = knob("shared", "one keep set for all heads ('shared') or one per KV head ('per_kv_head')")
+    head_budgets: str = knob(
+        "uniform", "heads keep equally many rows ('uniform') or share those of their layer by score ('adaptive')"
+    )
+    head_budget_floor: float = knob(0.2, "adaptive: share of the mean that every head keeps, in (0, 1]")
+    head_budget_ceiling: float = knob(3.0, "adaptive: most that a head keeps, as a multiple of the mean")
     snapkv_decode_eviction: bool = knob(False, "also evict while decoding")
     decode_eviction_interval: int = knob(1024, "decoded tokens between evictions", "tokens")
 
@@ -57,14 +63,30 @@ class Params:
         choice_param("softmax_domain", self.softmax_domain, ("candidates", "all"))
         choice_param("pool_type", self.pool_type, ("max", "avg"))
         choice_param("head_mode", self.head_mode, ("shared", "per_kv_head"))
+        choice_param("head_budgets", self.head_budgets, ("uniform", "adaptive"))
+        number_param("head_budget_floor", self.head_budget_floor, 0, 1)
+        number_param("head_budget_ceiling", self.head_budget_ceiling, 1, 1e6)
         choice_param("snapkv_decode_eviction", self.snapkv_decode_eviction, (True, False))
+        if self.adaptive and self.head_mode != "per_kv_head":
+            raise MethodError("head_budgets='adaptive' needs head_mode='per_kv_head'")
+        if self.adaptive and self.snapkv_decode_eviction:
+            raise MethodError("head_budgets='adaptive' shares the rows of a prompt: leave snapkv_decode_eviction out")
         if self.budget == 0:
             raise MethodError("sink_keep_tokens + decode_keep_tokens + recent_keep_tokens must be above 0")
 
     @property
     def budget(self) -> int:
-        """Rows kept by a compaction."""
+        """Rows kept by a compaction, by a head on average."""
         return self.sink_keep_tokens + self.decode_keep_tokens + self.recent_keep_tokens
+
+    @property
+    def adaptive(self) -> bool:
+        return self.head_budgets == "adaptive"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Least and most rows that a head keeps."""
+        return max(1, int(self.head_budget_floor * self.budget)), int(self.head_budget_ceiling * self.budget)
 
 
 def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
@@ -108,10 +130,35 @@ def score_rows(params: Params, context: EvictContext) -> jax.Array:
         shared=params.head_mode == "shared",
     )
     kernel = params.pool_kernel_size if context.phase == "prompt" else 1
-    return eviction.pool_candidates(scores, context.length, kernel, params.pool_type, **protected)
+    lengths = context.view.lengths[0] if params.adaptive else context.length
+    return eviction.pool_candidates(scores, lengths, kernel, params.pool_type, **protected)
+
+
+def counted(params: Params, phase: Phase, lengths: np.ndarray) -> int:
+    return min(params.bounds[1], int(lengths.max())) if params.adaptive and phase == "prompt" else 0
+
+
+def count_rows(params: Params, context: EvictContext) -> jax.Array:
+    return eviction.head_budgets(
+        score_rows(params, context),
+        context.view.lengths[0],
+        context.geometry.num_kv_heads * params.budget,
+        *params.bounds,
+        first=params.sink_keep_tokens,
+        recent=params.recent_keep_tokens,
+    )
 
 
 def keep_rows(params: Params, context: EvictContext) -> jax.Array:
+    if params.adaptive:
+        return eviction.choose_counted_rows(
+            score_rows(params, context),
+            context.view.lengths[0],
+            context.kept,
+            context.counts,
+            first=params.sink_keep_tokens,
+            recent=params.recent_keep_tokens,
+        )
     return eviction.choose_rows(
         score_rows(params, context),
         context.length,
@@ -139,6 +186,9 @@ def build(params: Params) -> Method:
         on_write=on_write,
         keep_rows=keep_rows,
         keep_count=keep_count,
+        counted=counted,
+        count_rows=count_rows if params.adaptive else None,
+        granularity=Granularity.HEAD if params.adaptive else Granularity.SEQUENCE,
         peak=peak,
     )
 
@@ -153,7 +203,9 @@ NOTES = {
     "Keeps": """
         The first S = `sink_keep_tokens` rows, the last R = `recent_keep_tokens`, and of those between them the K =
         `decode_keep_tokens` that the last W = `observation_window_size` queries of the prompt vote for. Layers choose
-        for themselves; heads share a choice unless `head_mode=per_kv_head`.
+        for themselves; heads share a choice unless `head_mode=per_kv_head`. With `head_budgets=adaptive` the heads of
+        a layer then share the rows, too (arXiv 2407.11550): the best of all heads stay, at least `head_budget_floor`
+        and at most `head_budget_ceiling` times the mean in each.
     """,
     "Acts": """
         Once, after the last chunk of a prompt that has left more than S + K + R rows. The window's queries are carried

@@ -26,6 +26,7 @@ KNOBS: dict[str, Any] = {
     "decode_eviction_interval": 8,
     "streamingllm_decode_trigger_ratio": 3.0,
     "pyramidkv_least_ratio": 0.3,
+    "head_budget_ceiling": 1.5,
     "kvzip_token_budget": 13,
     "kvzip_score_chunk_size": 16,
     "kvzip_prev_postfix_size": 3,
@@ -74,6 +75,8 @@ DEFAULTS_ARE_FINE = {
     "pool_type",
     "head_mode",
     "streamingllm_position_mode",
+    "head_budgets",
+    "head_budget_floor",
     "pyramid_budget_mode",
     "pyramid_layer_ratios",
     "pyramidkv_start_layer",
@@ -155,7 +158,13 @@ def storages() -> list[str]:
     return [name for name, entry in registry.available().items() if entry.kind == "storage"]
 
 
-METHODS = [*methods(), PER_HEAD]
+RAGGED = [
+    "snapkv(head_mode=per_kv_head,head_budgets=adaptive,snapkv_decode_eviction=false)",
+    "kvzip(kvzip_variant=pair)",
+]
+"""Heads keep different numbers of rows, as their contents say."""
+
+METHODS = [*methods(), PER_HEAD, *RAGGED]
 COMPOSITIONS = [
     name if storage == registry.DEFAULT_STORAGE else f"{name}+{storage}" for name in METHODS for storage in storages()
 ]

@@ -40,6 +40,18 @@ TABLE = [
     ("snapkv", "sparse_prefill_score_mode", "entropy"),
     ("snapkv", "snapkv_decode_eviction", "yes"),
     ("snapkv", "snapkv_num_full_layers", 2),
+    ("snapkv", "head_budgets", "ragged"),
+    ("snapkv", "head_budgets", "adaptive"),  # without head_mode=per_kv_head
+    *(
+        (name, "head_budget_floor", value)
+        for name in ("snapkv", "kvzip")
+        for value in (-0.1, 1.5, float("nan"), True, "0.2", None)
+    ),
+    *(
+        (name, "head_budget_ceiling", value)
+        for name in ("snapkv", "kvzip")
+        for value in (0.5, float("nan"), float("inf"), True, "2", None)
+    ),
     *(
         ("pyramidkv", name, value)
         for name in ("sink_keep_tokens", "recent_keep_tokens", "decode_keep_tokens", "pyramidkv_start_layer")
@@ -229,6 +241,13 @@ def test_a_layer_that_the_model_lacks_is_refused():
     (reason,) = method.check(method.params, Geometry(2, 4, 2, 8, 4, 64, 1.0))
     assert "skipkv_sentence_embedding_layer" in reason
     assert not method.check(method.params, Geometry(3, 4, 2, 8, 4, 64, 1.0))
+
+
+def test_heads_share_the_rows_of_prompts_only():
+    knobs = {"head_budgets": "adaptive", "head_mode": "per_kv_head"}
+    registry.resolve("snapkv", knobs)
+    with pytest.raises(MethodError, match="snapkv_decode_eviction"):
+        registry.resolve("snapkv", {**knobs, "snapkv_decode_eviction": True})
 
 
 @pytest.mark.parametrize("mode", ["static", "static_head"])

@@ -31,7 +31,7 @@ def watched(settings: EngineSettings | None = None, **mock: object) -> tuple[Ben
 
         return noted
 
-    for name in ("prefill", "replay", "decode", "maintain"):
+    for name in ("prefill", "replay", "count", "decode", "maintain"):
         setattr(bench.runner, name, noting(name, getattr(bench.runner, name)))
     return bench, calls
 

@@ -257,9 +257,12 @@ class Session:
         if not self.method.may_evict(phase, record.done):
             return
         kept = self.method.kept_after(phase, record.lengths)
-        due = kept < record.lengths
-        if not due.any():
+        if (kept == record.lengths).all():
             return
+        if most := self.method.most_counted(phase, np.full_like(kept, geometry.max_model_len)):
+            numbers = np.int32(row), np.int32(record.since)
+            kept = np.asarray(run(steps.count_step, self.statics, self.state, *numbers, phase=phase, kept=most))
+        due = kept < record.lengths
         new, old = copy.deepcopy(record.pages), [[[] for _ in heads] for heads in record.pages]
         fresh: list[list[list[int]]] = copy.deepcopy(old)
         for layer, head in np.argwhere(due):
@@ -267,7 +270,7 @@ class Session:
             fresh[layer][head] = [self.free.pop() for _ in range(geometry.pages(int(kept[layer, head])))]
             new[layer][head] = fresh[layer][head]
         longest = np.full_like(kept, geometry.max_model_len)
-        most = int(self.method.kept_after(phase, longest).max())
+        most = self.method.most_counted(phase, longest) or int(self.method.kept_after(phase, longest).max())
         table = self._table(fresh, geometry.pages(most))
         inputs = steps.MaintainInputs(np.int32(row), kept, table, np.int32(record.since))  # type: ignore[arg-type]
         self.state = run(steps.maintain_step, self.statics, self.state, inputs, phase=phase, kept=most)
