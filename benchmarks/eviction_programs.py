@@ -5,12 +5,13 @@
     seconds = bench.chunk("other", 28672)()
 
 Every method has its own arrays and page table; keys and values, which cost most memory, are shared. Before each
-measured call table and lengths are set to what they were, so that calls repeat.
+measured call table and lengths are set to what they were, so that calls repeat. Keys have a part in common.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -122,7 +123,8 @@ class Bench:
             limits=limits, state=empty_state(self.geometry, self.size, (methods["dense"],), storage)
         )
         filled_state.fill_pages(runner, storage)
-        self.state: KVState = runner.state
+        pools = runner.state.pools
+        self.state: KVState = runner.state.replace(pools={**pools, "k": _alike(pools["k"])})
         self.sides = {name: self._side(method, plans[name]) for name, method in methods.items()}
         self.tokens = np.random.default_rng(1).integers(0, spec.vocab_size, (1, shape.chunk)).astype(np.int32)
         self.logits: dict[str, jax.Array] = {}
@@ -332,6 +334,12 @@ class Bench:
     def finite(self) -> dict[str, bool]:
         """Whether the last logits of each method were."""
         return {name: bool(jnp.isfinite(logits).all()) for name, logits in self.logits.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _alike(keys: jax.Array) -> jax.Array:
+    """Adds what all keys have in common: 7% of pairs get a cosine above 0.5, 98% of rows with one of the last 512."""
+    return keys + jnp.asarray(0.5, keys.dtype)
 
 
 def _random(array: jax.Array) -> jax.Array:

@@ -68,6 +68,8 @@ def methods_of(compositions: dict[str, str], spec: Any, shape: Any) -> tuple[dic
             continue
         method = combine.bound(method, lambda words: encode(words, spec.vocab_size))
         reasons = method.check(method.params, geometry_of(spec, shape, {name: method}))
+        if method.count_rows is not None:
+            reasons = [*reasons, "the device counts the rows of its heads, which no plan foresees"]
         if method.page_size(method.params) not in (None, shape.page):
             reasons = [*reasons, f"it wants pages of {method.page_size(method.params)} tokens"]
         if stored != storage:
