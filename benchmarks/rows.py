@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsejax.cache.pages import PagePool
 from sparsejax.geometry import Granularity
-from sparsejax.plans import DecodeRow, ForkRow, MaintainRow, PrefillRow, ReplayRow, SamplingRow
+from sparsejax.plans import CountRow, DecodeRow, ForkRow, MaintainRow, PrefillRow, ReplayRow, SamplingRow
 from sparsejax.rows import RowPages
 from sparsejax.runner import DeviceRunner, StepTicket
 from sparsejax.state import POSITIONS
@@ -204,6 +204,9 @@ class Rows:
         kept = self.method.kept_after(phase, pages.lengths)
         if (kept == pages.lengths).all():
             return
+        if self.method.most_counted(phase, pages.lengths):
+            plan = CountRow(row, phase, pages.lengths.copy(), state.observed)
+            kept = self._runner.count(self.name, plan).result()
         pages.compact(
             kept,
             lambda new: self._runner.maintain(
