@@ -15,7 +15,17 @@ from sparsejax.arrays import is_spec
 from sparsejax.state import StateSize, state_specs
 from tests.contracts.compositions import start
 
-COMPOSITIONS = ["dense", "quest", "snapkv", "dense+fp8_kv", "snapkv+quest+fp8_kv"]
+REINDEX = "streamingllm(streamingllm_position_mode=reindex)+quest"
+COMPOSITIONS = [
+    "dense",
+    "quest",
+    "snapkv",
+    "dense+fp8_kv",
+    "snapkv+quest+fp8_kv",
+    "pyramidkv",
+    "omnikv_prefill",
+    REINDEX,
+]
 NUM_PAGES = 60_000
 """Enough that the smallest pool array is far larger than anything else a program needs."""
 
