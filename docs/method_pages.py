@@ -102,15 +102,20 @@ def measured(family: str) -> list[str]:
     if found is None:
         return []
     length, result, manifest = found
-    chosen = [facts for facts in result["variants"].values() if facts["family"] == family and not facts["control"]]
-    rows = [_numbers(facts) for facts in chosen if "invalid" not in facts]
+    chosen = {
+        label.removeprefix(family).strip(): facts
+        for label, facts in result["variants"].items()
+        if facts["family"] == family and not facts["control"] and "invalid" not in facts
+    }
+    ordered = sorted(chosen.items(), key=lambda item: item[1]["budget_tokens"] or 0)
+    rows = [[setting or "-", *(show(facts) for _, show in COLUMNS)] for setting, facts in ordered]
     if not rows:
         return []
-    contexts = sorted({facts.get("contexts", result["contexts"]) for facts in chosen if "invalid" not in facts})
+    contexts = sorted({facts.get("contexts", result["contexts"]) for facts in chosen.values()})
     counted = " and ".join(map(str, contexts)) + (" context" if contexts == [1] else " contexts")
     about = f"Measured on {manifest['model']} ({manifest['dtype']}), {counted} of {int(length):,} tokens"
     about += "; read [Quality](quality.md) before you compare:"
-    return [about, table([title for title, *_ in COLUMNS], rows)]
+    return [about, table(["setting", *(title for title, _ in COLUMNS)], rows)]
 
 
 def _interval(facts: dict[str, Any], key: str) -> str:
@@ -119,11 +124,6 @@ def _interval(facts: dict[str, Any], key: str) -> str:
     found, low, high = facts[key]
     bounds = "" if low is None or high is None else f" [{low:.2g}, {high:.2g}]"
     return f"{found:.2g}{bounds}"
-
-
-def _setting(facts: dict[str, Any]) -> str:
-    """The budget, else the knobs."""
-    return str(facts["budget_tokens"] or "`" + facts["spec"] + "`")
 
 
 def _loss(facts: dict[str, Any]) -> str:
@@ -139,7 +139,6 @@ def _prefill(facts: dict[str, Any]) -> str:
 
 
 COLUMNS = (
-    ("tokens", _setting),
     ("bytes kept", lambda facts: f"{facts['resident_bytes'] / 1e6:.1f} MB, {facts['resident_share']:.0%}"),
     ("bytes read", lambda facts: f"{facts['read_share']:.0%}"),
     ("decode speed", _decode),
@@ -150,10 +149,6 @@ COLUMNS = (
     ("asked later", lambda facts: _interval(facts, "question_later")),
 )
 """Title and text of each column."""
-
-
-def _numbers(facts: dict[str, Any]) -> list[str]:
-    return [show(facts) for _, show in COLUMNS]
 
 
 # What goes with what

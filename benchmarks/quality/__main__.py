@@ -182,8 +182,7 @@ def choose(arguments: argparse.Namespace) -> list[Any]:
             chosen = [variants.parse(variants.REFERENCE), *variants.usual(arguments.budgets, names)]
     except MethodError as error:
         raise SystemExit(str(error)) from error
-    labels = [variant.label for variant in chosen]
-    chosen = [dataclasses.replace(v, label=v.spec) if labels.count(v.label) > 1 else v for v in chosen]
+    chosen = variants.told_apart(chosen)
     if not arguments.no_controls and not arguments.tasks:
         budgets = {v.budget for v in chosen if v.budget is not None and v.method.evicts}
         chosen[1:1] = variants.controls(sorted(budgets))  # early: without them the rest says nothing

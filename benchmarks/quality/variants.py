@@ -7,6 +7,7 @@ whole cache with every token at a position drawn by lot.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,18 @@ def parse(spec: str, budget: int | None = None) -> Variant:
         budgets = [getattr(member.params, "budget", None) for member in _by_axis(method)]
         budget = next((known for known in budgets if known is not None), None)
     return Variant(f"{family} {budget}" if budget else family, family, budget, spec, method, storage)
+
+
+def told_apart(chosen: Sequence[Variant]) -> list[Variant]:
+    """The same with unique labels: those that are not are followed by the knobs that not all of them share."""
+    knobs = [re.findall(r"\w+=[^,()+]+", variant.spec) for variant in chosen]
+    found = []
+    for variant, own in zip(chosen, knobs, strict=True):
+        alike = [other for other, v in zip(knobs, chosen, strict=True) if v.label == variant.label]
+        apart = [knob for knob in own if not all(knob in other for other in alike)]
+        found.append(dataclasses.replace(variant, label=" ".join([variant.label, *apart])))
+    labels = [variant.label for variant in found]
+    return [dataclasses.replace(v, label=v.spec) if labels.count(v.label) > 1 else v for v in found]
 
 
 def _by_axis(method: Method) -> list[Method]:

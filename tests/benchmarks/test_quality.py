@@ -686,7 +686,8 @@ def test_labels_are_unique_and_controls_have_the_budgets_of_what_evicts():
         "dense",
         "random eviction 64",
         "shuffled positions",
-        *same,
+        "snapkv 64 observation_window_size=8",
+        "snapkv 64 observation_window_size=4",
         "quest 675",
         "fp8_kv",
     ]
