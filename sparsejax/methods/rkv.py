@@ -225,8 +225,8 @@ NOTES = {
     """,
     "Costs": """
         Up to B + 2 x interval rows per layer, the whole prompt before the first compaction, and w queries per layer.
-        Comparing keys takes kv_heads x n^2 x head_dim operations per layer and compaction (less where similar rows are
-        near the end), in tiles of at most `rkv_score_chunk_mb`.
+        Comparing keys takes up to 2 x kv_heads x n^2 x head_dim operations per layer and compaction, far fewer where
+        most rows have a similar one among the newest, in tiles of at most `rkv_score_chunk_mb`.
     """,
     "Use it": """
         For long reasoning, where most of the cache is the model's own text and much of that says the same again.

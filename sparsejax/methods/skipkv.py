@@ -406,8 +406,8 @@ NOTES = {
     "Costs": """
         Up to the interval more than S + K + R rows per layer, the whole prompt before the first compaction,
         `skipkv_observation_tokens` queries per layer, and `skipkv_max_tracked_sentences` x hidden_size float32 per
-        request. A decode step adds one hidden state to a sum; a compaction compares keys in kv_heads x n^2 x head_dim
-        operations per layer, and sentences.
+        request. A decode step adds one hidden state to a sum; a compaction compares keys (up to 2 x kv_heads x n^2
+        x head_dim operations per layer) and sentences.
     """,
     "Use it": """
         For long reasoning that says whole sentences again: plans, checks and restatements of the question.
