@@ -81,7 +81,7 @@ LAUNCHES = (
     *((32, 4, stages, programs) for stages, programs in ((4, 4), (5, 3), (5, 4), (6, 3))),
     (32, 2, 5, 4),
     (128, 4, 3, 2),
-    (128, 8, 3, 2),
+    *((128, 8, stages, programs) for stages, programs in ((3, 2), (4, 2), (5, 1))),
 )
 """What `--sweep` tries: block rows, warps, stages, programs per multiprocessor."""
 

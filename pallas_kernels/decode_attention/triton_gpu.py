@@ -48,13 +48,15 @@ class Config:
 def default_config(head_dim: int, itemsize: int, scaled: bool) -> Config:
     """The best found on an H200 (`python -m benchmarks.decode_attention --sweep`).
 
-    Tiles of 8 KiB for keys and as much for values, in the compute dtype of `itemsize` bytes; twice the rows for codes,
-    whose loads Triton does not run ahead.
+    Tiles of 8 KiB for keys and as much for values, in the compute dtype of `itemsize` bytes; four times the rows for
+    codes, whose tiles are half as large in memory and cost more instructions.
     """
-    tile_bytes = 16384 if scaled else 8192
+    tile_bytes = 32768 if scaled else 8192
     rows = max(16, min(128, tile_bytes // (head_dim * itemsize)))
     large_shared_memory = capability() in ((8, 0), (9, 0), (10, 0), (10, 3))
-    return Config(rows, num_stages=(4 if scaled else 5) if large_shared_memory else 3)
+    if scaled:
+        return Config(rows, num_stages=3, programs_per_core=2)
+    return Config(rows, num_stages=5 if large_shared_memory else 3)
 
 
 def unsupported(
@@ -176,6 +178,7 @@ def launch(
         num_stages=config.num_stages,
         SCALE=float(scale),
         SCALED=scaled,
+        PAIRS=scaled and q.dtype != jnp.float32,
         PRECISION="tf32x3" if q.dtype == jnp.float32 else "tf32",
         GROUP_PAD=max(16, power_of_two(group)),
         PAGE=page_size,

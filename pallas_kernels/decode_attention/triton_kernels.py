@@ -17,6 +17,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+HALVES_SCALE = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -48,6 +49,17 @@ def decode(tile, dtype: tl.constexpr):
 
 
 @triton.jit
+def halves(pairs):
+    """Two 8-bit floats (e4m3) in each uint16 -> (lower, upper) as float16, `HALVES_SCALE` times too small.
+
+    The bits of an 8-bit float lie in a float16 as they are; only the bias of the exponent differs.
+    """
+    lower = ((pairs & 0x80) << 8) | ((pairs & 0x7F) << 7)
+    upper = (pairs & 0x8000) | ((pairs & 0x7F00) >> 1)
+    return lower.to(tl.float16, bitcast=True), upper.to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def attend_kernel(
     q,
     k,
@@ -62,6 +74,7 @@ def attend_kernel(
     part_lse,
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -79,7 +92,9 @@ def attend_kernel(
 ):
     """One share of the line of blocks. Grid (programs,), at most PROGRAMS.
 
-    q [batch, HEADS * GROUP, DIM]; k, v [head pages, PAGE, DIM]; k_scale, v_scale [head pages, PAGE], read if SCALED;
+    q [batch, HEADS * GROUP, DIM]; k, v [head pages, PAGE, DIM]; k_scale, v_scale [head pages, PAGE], read if SCALED.
+    With PAIRS codes are read two at a time, as even and odd channels that are multiplied apart: what loads 16 bits can
+    be turned round on the way to the tensor cores, and what loads 8 can't.
     table [batch, TABLE_HEADS, COLUMNS]; lengths [ENTRIES], of rows (HEADS_PER_ENTRY = HEADS) or of rows and heads (1);
     offset [HEADS]; part_out [slots, GROUP, DIM] and part_lse [slots, GROUP] (base 2), float32.
     """
@@ -93,6 +108,8 @@ def attend_kernel(
     end = tl.minimum(start + each, tl.sum(blocks) * HEADS_PER_ENTRY)
     member = tl.arange(0, GROUP_PAD)
     lane = tl.arange(0, DIM)
+    HALF: tl.constexpr = DIM // 2
+    pair = tl.arange(0, HALF)
     real = member < GROUP
     while start < end:
         entry = tl.sum((ends <= start).to(tl.int32))
@@ -107,19 +124,33 @@ def attend_kernel(
 
         head_offset = tl.load(offset + head)
         columns = table + (row.to(tl.int64) * TABLE_HEADS + (head if TABLE_HEADS > 1 else 0)) * COLUMNS
-        queries = q + line_row * GROUP * DIM
-        query = tl.load(queries + member[:, None] * DIM + lane[None, :], mask=real[:, None], other=0.0)
+        queries = q + line_row * GROUP * DIM + member[:, None] * DIM
+        if PAIRS:
+            # Scaled first, so that float16 has room for them.
+            even = tl.load(queries + 2 * pair[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+            odd = tl.load(queries + 2 * pair[None, :] + 1, mask=real[:, None], other=0.0).to(tl.float32)
+            even, odd = (even * (SCALE * LOG2E)).to(tl.float16), (odd * (SCALE * LOG2E)).to(tl.float16)
+            out_even = tl.zeros([GROUP_PAD, HALF], tl.float32)
+            out_odd = tl.zeros([GROUP_PAD, HALF], tl.float32)
+        else:
+            query = tl.load(queries + lane[None, :], mask=real[:, None], other=0.0)
+            out = tl.zeros([GROUP_PAD, DIM], tl.float32)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
-        out = tl.zeros([GROUP_PAD, DIM], tl.float32)
         for block in tl.range(first, last):
             place = block * BLOCK + tl.arange(0, BLOCK)
             valid = place < length
             page = tl.load(columns + place // PAGE, mask=valid, other=0).to(tl.int64) * stride + head_offset
             source = page * PAGE + place % PAGE
-            tile = source[:, None] * DIM + lane[None, :]
-            keys = decode(tl.load(k + tile, mask=valid[:, None], other=0.0), query.dtype)
-            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
+            if PAIRS:
+                tile = source[:, None] * HALF + pair[None, :]
+                codes = k.to(tl.pointer_type(tl.uint16), bitcast=True) + tile
+                keys_even, keys_odd = halves(tl.load(codes, mask=valid[:, None], other=0))
+                logits = tl.dot(odd, tl.trans(keys_odd), tl.dot(even, tl.trans(keys_even))) * HALVES_SCALE
+            else:
+                tile = source[:, None] * DIM + lane[None, :]
+                keys = decode(tl.load(k + tile, mask=valid[:, None], other=0.0), query.dtype)
+                logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
             if SCALED:
                 logits *= tl.load(k_scale + source, mask=valid, other=0.0)[None, :]
             logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -128,15 +159,28 @@ def attend_kernel(
             decay = tl.exp2(peak - new_peak)
             peak = new_peak
             total = total * decay + tl.sum(weights, 1)
-            if SCALED:
-                weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :]
-            values = decode(tl.load(v + tile, mask=valid[:, None], other=0.0), query.dtype)
-            out = out * decay[:, None]
-            out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
+            if PAIRS:
+                scales = tl.load(v_scale + source, mask=valid, other=0.0)
+                most = tl.max(scales, 0)  # above 0: every block has a valid row; shares of it fit a float16
+                weights = (weights * (scales / most)[None, :]).to(tl.float16)
+                codes = v.to(tl.pointer_type(tl.uint16), bitcast=True) + tile
+                values_even, values_odd = halves(tl.load(codes, mask=valid[:, None], other=0))
+                out_even = out_even * decay[:, None] + tl.dot(weights, values_even) * (most * HALVES_SCALE)
+                out_odd = out_odd * decay[:, None] + tl.dot(weights, values_odd) * (most * HALVES_SCALE)
+            else:
+                if SCALED:
+                    weights *= tl.load(v_scale + source, mask=valid, other=0.0)[None, :]
+                values = decode(tl.load(v + tile, mask=valid[:, None], other=0.0), query.dtype)
+                out = out * decay[:, None]
+                out = tl.dot(weights.to(query.dtype), values, out, input_precision=PRECISION)
 
         slot = program + line_row
-        parts = part_out + slot.to(tl.int64) * GROUP * DIM
-        tl.store(parts + member[:, None] * DIM + lane[None, :], out / total[:, None], mask=real[:, None])
+        parts = part_out + slot.to(tl.int64) * GROUP * DIM + member[:, None] * DIM
+        if PAIRS:
+            tl.store(parts + 2 * pair[None, :], out_even / total[:, None], mask=real[:, None])
+            tl.store(parts + 2 * pair[None, :] + 1, out_odd / total[:, None], mask=real[:, None])
+        else:
+            tl.store(parts + lane[None, :], out / total[:, None], mask=real[:, None])
         tl.store(part_lse + slot * GROUP + member, peak + tl.log2(total), mask=real)
         start += last - first
 
