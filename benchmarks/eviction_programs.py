@@ -58,9 +58,9 @@ def spread_rows(params: Any, context: EvictContext) -> jax.Array:
 
 
 def geometry_of(spec: Any, shape: Shape, methods: dict[str, Any]) -> Any:
-    """With room for the prompt, what methods put behind it, and a page of new tokens."""
+    """With room for the prompt, its answer or what methods put behind it, and a page of new tokens."""
     longest = max(max(method.replay_lengths(shape.context), default=0) for method in methods.values())
-    return spec.geometry(shape.page, step_timing.window(shape.context + longest, shape.page))
+    return spec.geometry(shape.page, step_timing.window(shape.context + max(longest, shape.answer), shape.page))
 
 
 @jax.jit
@@ -135,7 +135,7 @@ class Bench:
     def _deal(self, kept: int) -> None:
         """Sequence pages of each row, in random order, and those that a compaction moves rows to."""
         pages, shape = self.geometry.pages, self.shape
-        columns = self.geometry.max_pages, pages(self.resident + shape.steps + 1)
+        columns = self.geometry.max_pages, min(pages(self.resident + shape.steps + 1), self.geometry.max_pages)
         rows, new = max(shape.batches), pages(int(kept))
         self.num_pages = 1 + columns[0] + (rows - 1) * columns[1] + new
         order = 1 + np.random.default_rng(0).permutation(self.num_pages - 1).astype(np.int32)
