@@ -7,7 +7,6 @@ import pytest
 
 from sparsejax.geometry import Granularity
 from sparsejax.mock import MockMethod
-from sparsejax.rows import State
 from sparsejax.settings import EngineSettings
 from tests.contracts.test_scheduler_replays import only, watched
 from tests.host.bench import Bench
@@ -150,4 +149,3 @@ def test_choices_of_one_prompt_are_counted_each() -> None:
     bench.run()
     bench.check_done(a)
     assert [name for _, name in calls].count("count") == 3
-    assert State.FINISHED not in [seq.state for seq in bench.scheduler.running]
