@@ -20,7 +20,7 @@ from sparsejax.method import Aux, AuxSpec, EvictContext, Method, ObserveContext,
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import PageView, gather_rows
 
-SCORES = "accumulated_scores"
+SCORES, SCORED = "accumulated_scores", "accumulated_rows"
 MOST_QUERIES = 128
 """Widest window of the probability mode."""
 
@@ -124,13 +124,18 @@ def recent_rows(budget: int, ratio: float) -> int:
 
 
 def aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
-    """The array of scores."""
-    return {SCORES: AuxSpec("token", (), "float32")}
+    """The array of scores, and how many rows of a layer and request have one. The others count as 0."""
+    return {SCORES: AuxSpec("token", (), "float32"), SCORED: AuxSpec("row", (), "int32")}
 
 
 def on_write(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    """New rows begin at 0. A decoded row stays there while decoded tokens don't score."""
+    """New rows begin at 0. While decoded tokens don't score, their rows wait for that until the next prompt."""
     if written.phase == "pack":
+        at = written.layer, written.rows
+        packed = written.head_pages[:, 0, 0] != 0  # a layer with nothing due is packed onto the null page
+        scored = row_aux[SCORED].at[at].set(jnp.where(packed, written.num_valid, row_aux[SCORED][at]))
+        return page_aux, {**row_aux, SCORED: scored}
+    if written.phase == "token" and not params.scoring.decoding:
         return page_aux, row_aux
     scores = page_aux[SCORES].at[written.head_pages, written.offsets].set(0.0)
     return {**page_aux, SCORES: scores}, row_aux
@@ -139,14 +144,15 @@ def on_write(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, writt
 def observe(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
     """Adds what the new queries think of the rows that they see."""
     scoring: Scoring = params.scoring
+    scores, row_aux = context.page_aux[SCORES], context.row_aux
     if context.phase == "chunk":
-        gained = chunk_scores(scoring, context)
+        at = context.layer, context.rows
+        scored = context.start.max(1) if scoring.decoding else row_aux[SCORED][at]
+        scores = add_to_rows(scores, context.view, context.start, scored, chunk_scores(scoring, context))
+        row_aux = {**row_aux, SCORED: row_aux[SCORED].at[at].set(context.view.lengths.max(1))}
     elif context.phase == "token" and scoring.decoding:
-        gained = token_scores(scoring, context)
-    else:
-        return context.page_aux, context.row_aux
-    scores = add_to_rows(context.page_aux[SCORES], context.view, gained)
-    return {**context.page_aux, SCORES: scores}, context.row_aux
+        scores = add_to_rows(scores, context.view, context.start, context.start.max(1), token_scores(scoring, context))
+    return {**context.page_aux, SCORES: scores}, row_aux
 
 
 def keep_rows(context: EvictContext, shared: bool, ratio: float) -> jax.Array:
@@ -198,14 +204,24 @@ def rows_scores(scores: jax.Array, view: PageView) -> jax.Array:
     return gather_rows(scores, view.head_pages(0, view.table.shape[2]))
 
 
-def add_to_rows(scores: jax.Array, view: PageView, gained: jax.Array) -> jax.Array:
-    """Adds `gained` [batch, kv_heads, capacity] to the rows of a view."""
+def add_to_rows(scores: jax.Array, view: PageView, start: jax.Array, scored: jax.Array, gained: jax.Array) -> jax.Array:
+    """Adds to the rows of a view.
+
+    Args:
+      scores: float32 [num_head_pages, page_size].
+      view: pages.
+      start: int32 [batch, heads or 1], rows before the new ones, which have a score.
+      scored: int32 [batch], rows among those before that have a score; the others have 0.
+      gained: float32 [batch, kv_heads, capacity].
+    """
     page_size, columns = scores.shape[1], view.table.shape[2]
     head_pages = view.head_pages(0, columns)
-    first_row = jnp.arange(columns, dtype=jnp.int32)[None, None] * page_size
+    row = jnp.arange(columns * page_size, dtype=jnp.int32)[None, None]
+    without = (row >= scored[:, None, None]) & (row < start[:, :, None])
+    total = jnp.where(without, 0.0, rows_scores(scores, view)) + gained
     # Entries past the end may be another request's pages by now.
-    head_pages = jnp.where(first_row < view.lengths[:, :, None], head_pages, 0)
-    return scores.at[head_pages].add(gained.reshape(*head_pages.shape, page_size))
+    held = row[:, :, ::page_size] < view.lengths[:, :, None]
+    return scores.at[jnp.where(held, head_pages, 0)].set(total.reshape(*head_pages.shape, page_size))
 
 
 def _attention_mass(

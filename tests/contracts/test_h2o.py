@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsejax import registry
-from sparsejax.accumulated_scores import SCORES
+from sparsejax.accumulated_scores import SCORED, SCORES
 from sparsejax.errors import MethodError
 from sparsejax.memory import Memory
 from sparsejax.mock import MockRunner
@@ -64,16 +64,14 @@ class Watched(Session):
         self.steps.append(Step(phase, begin, self.rows[row].seen, before, self.all_positions(row)))
 
     def scores(self, row: int) -> np.ndarray:
-        """[layers, heads, rows], as stored."""
-        array, geometry = np.asarray(self.state.page_aux[SCORES]), self.geometry
-        return np.stack(
-            [
-                np.stack(
-                    [array[self.head_pages(row, layer, head)].reshape(-1)[: self.rows[row].length] for head in range(2)]
-                )
-                for layer in range(geometry.num_layers)
-            ]
-        )
+        """[layers, heads, rows]; 0 for rows that have none yet."""
+        array, layers = np.asarray(self.state.page_aux[SCORES]), range(self.geometry.num_layers)
+        stored = [[array[self.head_pages(row, layer, head)].reshape(-1) for head in range(2)] for layer in layers]
+        found = np.asarray(stored)[..., : self.rows[row].length]
+        if any(member.params.scoring.decoding for member in self.method.members or (self.method,)):
+            return found
+        scored = np.asarray(self.state.row_aux[SCORED])[:, row, None, None]
+        return np.where(np.arange(found.shape[-1]) < scored, found, 0.0)
 
 
 TURNS = ((tokens_of(1, 41), (13, 11), tokens_of(2, 9)), (tokens_of(3, 3), (2,), tokens_of(4, 4)))
@@ -208,6 +206,7 @@ def test_a_second_turn_is_the_same_on_rows_put_there_by_hand(name):
     other.state = other.state.replace(
         pools=pools,
         page_aux=page_aux,
+        row_aux={SCORED: other.state.row_aux[SCORED].at[:, 1].set(first.state.row_aux[SCORED][:, 1])},
         tables={**other.state.tables, grain: table},
         lengths={**other.state.lengths, grain: lengths},
         positions=other.state.positions.at[1].set(record.seen),

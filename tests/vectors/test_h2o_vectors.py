@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparsejax import accumulated_scores, registry
-from sparsejax.accumulated_scores import SCORES
+from sparsejax.accumulated_scores import SCORED, SCORES
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import ObserveContext, Written
 from tests.core.harness import Session, tokens_of
@@ -40,7 +40,8 @@ class Request:
         start, new = self.keys.shape[1], k.shape[1]
         self.keys = np.concatenate([self.keys, k], axis=1)
         rows = self.rows(len(q))
-        page_aux, row_aux = {SCORES: self.aux(rows)}, {}
+        scored = jnp.full((1, 2), len(self.scores), jnp.int32)
+        page_aux, row_aux = {SCORES: self.aux(rows)}, {SCORED: scored}
         head_pages, offsets = rows.view._replace(lengths=rows.view.lengths - new).places(
             jnp.array([new]), new, rows.geometry.page_size
         )
