@@ -139,17 +139,17 @@ def _allowed(composition: str) -> bool:
     return True
 
 
-def methods() -> list[str]:
-    """Single methods and all allowed pairs and triples of different axes."""
+def methods(sizes: tuple[int, ...] = (1, 2)) -> list[str]:
+    """Single methods (size 1), and all allowed pairs (2) and triples (3) of different axes."""
     entries = [entry for entry in registry.available().values() if entry.kind == "method"]
     order = ("none", "retention", "selection", "prefill")
     entries.sort(key=lambda entry: order.index(entry.axis))
-    found = [entry.name for entry in entries]
+    found = [entry.name for entry in entries if 1 in sizes]
     acting = [entry for entry in entries if entry.axis != "none"]
-    for size in (2, 3):
+    for size in sizes:
         for group in itertools.combinations(acting, size):
             name = "+".join(entry.name for entry in group)
-            if len({entry.axis for entry in group}) == size and _allowed(name):
+            if size > 1 and len({entry.axis for entry in group}) == size and _allowed(name):
                 found.append(name)
     return found
 
@@ -165,9 +165,14 @@ RAGGED = [
 """Heads keep different numbers of rows, as their contents say."""
 
 METHODS = [*methods(), PER_HEAD, *RAGGED]
+STORED = [f"{name}+{storage}" for name in METHODS for storage in storages() if storage != registry.DEFAULT_STORAGE]
+_PREFILL = {name for name, entry in registry.available().items() if entry.axis == "prefill"}
 COMPOSITIONS = [
-    name if storage == registry.DEFAULT_STORAGE else f"{name}+{storage}" for name in METHODS for storage in storages()
+    *METHODS,
+    *(name for name in STORED if not ("+" in name[: name.rindex("+")] and _PREFILL & {*name.split("+")})),
 ]
+RARE = [name for name in STORED if name not in COMPOSITIONS] + methods((3,))
+"""What is left to the slow tests: all axes at once, and prefill methods composed with others on other storages."""
 EVICTING = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].evicts]
 
 

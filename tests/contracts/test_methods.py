@@ -16,6 +16,7 @@ from tests.contracts.compositions import (
     KNOBS,
     METHODS,
     RAGGED,
+    RARE,
     SELECTED,
     budget,
     dense_with_storage_of,
@@ -29,7 +30,7 @@ PAGE, LONG = 4, 41
 TEXT, NEXT = tokens_of(1, LONG), tokens_of(2, 12)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
-every = pytest.mark.parametrize("name", COMPOSITIONS)
+every = pytest.mark.parametrize("name", [*COMPOSITIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)])
 
 
 def close(found, wanted, **tolerance) -> None:
