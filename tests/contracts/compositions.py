@@ -164,15 +164,12 @@ RAGGED = [
 ]
 """Heads keep different numbers of rows, as their contents say."""
 
+ALWAYS = ("snapkv+quest+fp8_kv",)
 METHODS = [*methods(), PER_HEAD, *RAGGED]
-STORED = [f"{name}+{storage}" for name in METHODS for storage in storages() if storage != registry.DEFAULT_STORAGE]
-_PREFILL = {name for name, entry in registry.available().items() if entry.axis == "prefill"}
-COMPOSITIONS = [
-    *METHODS,
-    *(name for name in STORED if not ("+" in name[: name.rindex("+")] and _PREFILL & {*name.split("+")})),
-]
-RARE = [name for name in STORED if name not in COMPOSITIONS] + methods((3,))
-"""What is left to the slow tests: all axes at once, and prefill methods composed with others on other storages."""
+_STORED = [f"{name}+{storage}" for name in METHODS for storage in storages() if storage != registry.DEFAULT_STORAGE]
+COMPOSITIONS = [*METHODS, *(name for name in _STORED if name.count("+") == 1 or name in ALWAYS)]
+RARE = [name for name in _STORED if name not in COMPOSITIONS] + methods((3,))
+"""What is left to the slow tests: all axes at once, and most pairs on other storages."""
 EVICTING = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].evicts]
 
 
