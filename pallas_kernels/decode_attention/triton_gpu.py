@@ -48,15 +48,14 @@ class Config:
 def default_config(head_dim: int, itemsize: int, scaled: bool) -> Config:
     """The best found on an H200 (`python -m benchmarks.decode_attention --sweep`).
 
-    Tiles of 8 KiB for keys and as much for values, in the compute dtype of `itemsize` bytes; four times the rows for
-    codes, whose tiles are half as large in memory and cost more instructions.
+    Tiles of 8 KiB for keys and as much for values, in the compute dtype of `itemsize` bytes. Codes that are read in
+    pairs have four times the rows, since they take half the memory and more instructions; in float32, twice the rows.
     """
-    tile_bytes = 32768 if scaled else 8192
+    pairs = scaled and itemsize == 2
+    tile_bytes = 32768 if pairs else 16384 if scaled else 8192
     rows = max(16, min(128, tile_bytes // (head_dim * itemsize)))
     large_shared_memory = capability() in ((8, 0), (9, 0), (10, 0), (10, 3))
-    if scaled:
-        return Config(rows, num_stages=3, programs_per_core=2)
-    return Config(rows, num_stages=5 if large_shared_memory else 3)
+    return Config(rows, num_stages=5 if large_shared_memory else 3, programs_per_core=2 if pairs else 3)
 
 
 def unsupported(
