@@ -172,6 +172,19 @@ def eviction_share(record: Record) -> str:
     return _cases("method", result["methods"].items(), columns) + f"\n\n{said}"
 
 
+def sparse_prefill(record: Record) -> str:
+    """Time to the first token of one long prompt, by method."""
+    model, arguments = record["result"]["model"], record["manifest"]["arguments"]
+    columns = {
+        "first token after, s": lambda case: f"{case['ttft']['median']:.2f}",
+        "dense over it": lambda case: f"{case['over']['ratio']:.2f}x",
+    }
+    cases = {name: {"ttft": ttft, "over": model["dense_over"][name]} for name, ttft in model["ttft_s"].items()}
+    said = f"{arguments['context']:,} tokens in chunks of {arguments['chunk']:,}; 'sparse' read {model['density']:.1%} "
+    said += f"of the blocks ({model['sparsity']:.1f} times fewer than dense)."
+    return _cases("method", cases.items(), columns) + f"\n\n{said}"
+
+
 def cpu_decode(record: Record) -> str:
     result = record["result"]
     runs = {"one request": result["one"], f"{result['many']['requests']} requests": result["many"]}
@@ -295,6 +308,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "capacity": ("Largest batches", capacity),
     "decode_step": ("Decode steps", decode_step),
     "prefill_step": ("Whole prefills", prefill_step),
+    "sparse_prefill": ("Sparse prefills", sparse_prefill),
     "decode_attention": ("Decode attention of one layer", lambda record: _parts(record["result"]["shapes"])),
     "sparse_attention": ("Sparse attention of one layer", lambda record: _parts(record["result"]["sparse"])),
     "selection": ("Selection", lambda record: _parts(record["result"]["selection"] | record["result"]["gather"])),

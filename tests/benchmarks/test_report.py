@@ -181,6 +181,16 @@ def test_shares_of_eviction():
     assert text.endswith("Dense prefill: 1160 ms.")
 
 
+def test_sparse_prefills():
+    ttft = {"dense": {"median": 10.75}, "sparse": {"median": 4.3}}
+    over = {"dense": {"ratio": 1.0}, "sparse": {"ratio": 2.5}}
+    shown = record(model={"density": 0.1099, "sparsity": 9.1, "ttft_s": ttft, "dense_over": over})
+    shown["manifest"]["arguments"] = {"context": 131072, "chunk": 8192}
+    text = report_sections.sparse_prefill(shown)
+    assert rows(text)["sparse"] == {"method": "sparse", "first token after, s": "4.30", "dense over it": "2.50x"}
+    assert "131,072 tokens in chunks of 8,192; 'sparse' read 11.0% of the blocks (9.1 times fewer" in text
+
+
 def test_cpu_steps_of_equal_budget_are_both_shown():
     specs = ("snapkv(sink_keep_tokens=64,decode_keep_tokens=64)", "snapkv(sink_keep_tokens=28,decode_keep_tokens=100)")
     steps = {spec: {"step_s": {"median": 0.1}, "resident_tokens": 128, "read_tokens": 99} for spec in specs}
