@@ -121,11 +121,23 @@ def replay_tokens(pool: Pool, prompt_tokens: int) -> int:
     return max((tokens for method in methods for tokens in method.replay_lengths(prompt_tokens)), default=0)
 
 
-def decoded_tokens(pool: Pool, length: int, geometry: Any) -> int:
-    """Tokens at the end of a context that methods which act while decoding decode; 0 if there are none."""
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """Tokens at the end of a context that are decoded for methods which act while decoding: in all, and for all."""
+
+    tokens: int = 0
+    shared: int = 0
+
+
+def tail_of(pool: Pool, length: int, geometry: Any) -> Tail:
+    """Enough for each of them to evict; nothing is evicted while the first ones are decoded, once for all."""
     late = [v.method for v in pool.variants if variants.acts(v.method, geometry) == "decode"]
-    last = max((variants.first_eviction(method, length, geometry, length // 4) for method in late), default=0)
-    return min(last + AFTER_EVICTION, length // 2) if late else 0
+    first = [variants.first_eviction(method, length, geometry, length // 4) for method in late]
+    evicting = [tokens for tokens in first if tokens]
+    if not evicting:
+        return Tail()
+    tokens = min(max(evicting) + AFTER_EVICTION, length // 2)
+    return Tail(tokens, min(evicting) - 1)
 
 
 class Bench:
@@ -245,9 +257,9 @@ def run(
     clock: speed.Clock | None = None
     for pool in groups:
         geometry = model.spec.geometry(pool.page_size, longest)
-        tail = decoded_tokens(pool, min(len(context.ids) for context in contexts), geometry)
+        tail = tail_of(pool, min(len(context.ids) for context in contexts), geometry)
         replay = max(replay_tokens(pool, len(context.ids)) for context in contexts)
-        own_tokens = max(question_tokens, tail + continuation + speed.tokens(windows))
+        own_tokens = max(question_tokens, tail.tokens + continuation + speed.tokens(windows))
         max_len = longest + max(own_tokens, replay) + 1
         bench = Bench(model, pool, max_len, num_questions, question_tokens, own_tokens, replay)
         found = [Outcome(variant, acts=variants.acts(variant.method, geometry)) for variant in pool.variants]
@@ -267,12 +279,14 @@ def run(
             finite, times = True, []
             for row, (number, context) in enumerate(zip(numbers, batch, strict=True), 1):
                 start = time.perf_counter()
-                finite &= _prefill(bench, row, context, tail)
+                finite &= _prefill(bench, row, context, tail.tokens)
                 times.append(time.perf_counter() - start)
                 if number in allowed:
                     bench.base.replay(row, context.ids)
                 bench.remember(bench.base, row)
                 progress(f"prefill of {len(context.ids)} tokens")
+            if tail.shared:
+                _decode_trunks(bench, [contexts[number] for number in numbers if number in allowed], tail)
             _ask_base(bench, batch)
             for outcome in found:
                 part = _shown(outcome.acts == "prompt", numbers, allowed)
@@ -312,6 +326,15 @@ def _prefill(bench: Bench, row: int, context: Context, tail: int) -> bool:
     return bool(ticket.result().ok.all())
 
 
+def _decode_trunks(bench: Bench, batch: Sequence[Context], tail: Tail) -> None:
+    """Decodes what all methods that act while decoding decode alike."""
+    trunks = bench.trunks[: len(batch)]
+    for row in trunks:
+        bench.base.finish_prompt(row)
+    for place in range(-tail.tokens, tail.shared - tail.tokens):
+        bench.base.logits(trunks, [context.ids[place] for context in batch])
+
+
 def _ask_base(bench: Bench, batch: Sequence[Context]) -> None:
     """A row for each question: its context and all of it but the last token, which variants decode."""
     row = bench.first_question
@@ -329,7 +352,7 @@ def _measure(
     numbers: Sequence[int],
     batch: Sequence[Context],
     references: dict[int, np.ndarray],
-    tail: int,
+    tail: Tail,
     clock: speed.Clock | None,
 ) -> None:
     variant = outcome.variant
@@ -358,18 +381,17 @@ def _measure(
     outcome.by_context.update(zip(numbers, found, strict=True))
 
 
-def _evict(bench: Bench, outcome: Outcome, rows: Rows, batch: Sequence[Context], tail: int) -> None:
+def _evict(bench: Bench, outcome: Outcome, rows: Rows, batch: Sequence[Context], tail: Tail) -> None:
     """Rows `kept` hold the contexts, after whatever the method does to them."""
     kept = bench.kept[: len(batch)]
     for source, row in enumerate(kept, 1):
         if outcome.acts == "decode":
             rows.fork(bench.base, bench.trunks[source - 1], row, share=True)
-            rows.finish_prompt(row)
         else:
             bench.take(rows, source, row)
             rows.finish_prompt(row, replayed=outcome.acts == "replay")
     if outcome.acts == "decode":
-        for place in range(-tail, 0):
+        for place in range(tail.shared - tail.tokens, 0):
             rows.logits(kept, [context.ids[place] for context in batch])
     for row in kept:
         bench.remember(rows, row)

@@ -18,7 +18,7 @@ import numpy as np
 from sparsejax import combine, registry
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry, Granularity
-from sparsejax.method import Aux, AuxSpec, EvictContext, Method, ObserveContext, Written
+from sparsejax.method import Aux, AuxSpec, EvictContext, HiddenContext, Method, ObserveContext, Written
 from sparsejax.storage import Storage
 
 REFERENCE = registry.DEFAULT_METHOD
@@ -167,10 +167,10 @@ class Recorded:
 
 
 def recorder(methods: Sequence[Method]) -> Method:
-    """Dense attention that keeps every statistic that the methods keep while a prompt is read, and replays it for them.
+    """Dense attention that keeps every statistic that the methods keep until they evict, and replays prompts for them.
 
-    Members with the same hooks are taken to fill their arrays alike while a prompt is read, whatever their budgets;
-    tests compare with prefills by the methods themselves.
+    Members with the same hooks are taken to fill their arrays alike until then, whatever their budgets; tests compare
+    with the methods themselves. Hidden states are seen by the first member that asks for them.
     """
     found: dict[Any, Method] = {}
     for member in (member for method in methods for member in _members(method)):
@@ -182,6 +182,7 @@ def recorder(methods: Sequence[Method]) -> Method:
     members = tuple(found.values())
     observing = any(member.observe is not None for member in members)
     replaying = any(member.replays is not None for member in members)
+    hidden = any(member.on_hidden is not None for member in members)
     return Method(
         "recorder",
         "none",
@@ -190,6 +191,8 @@ def recorder(methods: Sequence[Method]) -> Method:
         aux=_recorded_aux,
         on_write=_record_written,
         observe=_record_observed if observing else None,
+        on_hidden=_record_hidden if hidden else None,
+        hidden_layer=_recorded_hidden_layer,
         private_rows=any(method.private_rows for method in methods),
         replays=_recorded_replays if replaying else None,
         replay_tokens=_recorded_replay_tokens if replaying else None,
@@ -228,6 +231,21 @@ def _record_observed(params: Recorded, context: ObserveContext) -> tuple[Aux, Au
             page_aux, row_aux = member.observe(member.params, context)
             context = context._replace(page_aux=page_aux, row_aux=row_aux)
     return context.page_aux, context.row_aux
+
+
+def _seeing(params: Recorded) -> Method:
+    return next(member for member in params.members if member.on_hidden is not None)
+
+
+def _record_hidden(params: Recorded, context: HiddenContext) -> Aux:
+    member = _seeing(params)
+    assert member.on_hidden is not None
+    return member.on_hidden(member.params, context)
+
+
+def _recorded_hidden_layer(params: Recorded, num_layers: int) -> int:
+    member = _seeing(params)
+    return member.hidden_layer(member.params, num_layers)
 
 
 def _replaying(params: Recorded) -> Method:

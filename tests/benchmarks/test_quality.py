@@ -324,17 +324,23 @@ def test_few_contexts_of_each_length():
     assert sweep.first_ones(several, 2) == {0, 1, 3, 4}
 
 
-@pytest.mark.parametrize("spec", [SNAPKV, H2O, f"pyramidkv({SMALL},observation_window_size=8)", REPLAYED, LATE])
+SENTENCES = f"skipkv({SMALL},skipkv_compression_interval=12,skipkv_observation_tokens=4,skipkv_delimiter_ids=32)"
+PYRAMID = f"pyramidkv({SMALL},observation_window_size=8)"
+
+
+@pytest.mark.parametrize("spec", [SNAPKV, H2O, PYRAMID, REPLAYED, LATE, SENTENCES])
 def test_a_context_is_evicted_as_by_the_method_itself(tiny, spec):
     """Same rows and the same logits, bit for bit, when nothing was appended in between; all methods in one pool."""
     context = contexts(1, 1200, 4)[0]
     variant = variants.parse(spec)
     chosen = [variants.parse(other) for other in ("dense", SNAPKV.replace("40", "80"), REPLAYED.replace("64", "99"))]
     [pool] = pools_of(tiny, [*chosen, variant], 1200)
-    tail = sweep.decoded_tokens(pool, 1200, tiny.spec.geometry(16, 2048))
+    tail = sweep.tail_of(pool, 1200, tiny.spec.geometry(16, 2048))
     replay = sweep.replay_tokens(pool, 1200)
     bench = sweep.Bench(tiny, pool, 1400, 9, 64, 200, replay)
-    sweep._prefill(bench, 1, context, tail)
+    sweep._prefill(bench, 1, context, tail.tokens)
+    if tail.tokens:
+        sweep._decode_trunks(bench, [context], tail)
     bench.base.replay(1, context.ids)
     bench.remember(bench.base, 1)
     rows = bench.rows(variant)
@@ -344,16 +350,9 @@ def test_a_context_is_evicted_as_by_the_method_itself(tiny, spec):
 
     alone = Rows(bench.runner, variant.label, bench.base.pool, sweep.PREFILL_CHUNK)
     own = bench.timed[0]
-    late = tail if outcome.acts == "decode" else 0
-    if tail and not late:
-        # The shared prefill has one more border between chunks.
-        alone.prefill(own, context.ids[: 1200 - tail], finish=False)
-        alone.append(own, context.ids[1200 - tail :])
-        alone.finish_prompt(own, context.ids)
-    else:
-        alone.prefill(own, context.ids[: 1200 - late])
-        for token in context.ids[1200 - late :]:
-            alone.logits([own], [token])
+    alone.prefill(own, context.ids[: 1200 - tail.tokens])
+    for token in context.ids[1200 - tail.tokens :]:
+        alone.logits([own], [token])
     assert alone.length(own) < 1200 / 4
     for one, other in zip(rows.positions(shared), alone.positions(own), strict=True):
         for head, expected in zip(one, other, strict=True):
