@@ -188,17 +188,22 @@ def verdicts(found: dict[str, Any]) -> dict[str, Any]:
         }
         if not others:
             continue
-        closest = max(others, key=lambda other: others[other]["kl_nats"].high)
+        closest = max(others, key=lambda other: _most(others[other]["kl_nats"]))
         entry = {
             "compared_with": len(others),
             "closest": closest,
-            "kl_clearly_worst": control["kl_nats"].low > others[closest]["kl_nats"].high,
+            "kl_clearly_worst": control["kl_nats"].low > _most(others[closest]["kl_nats"]),
         }
         if "retrieval" in control:
             least = min(facts["retrieval"].value for facts in others.values())
             entry["retrieval_worst"] = control["retrieval"].value < least
         result[name] = entry
     return result
+
+
+def _most(interval: Interval) -> float:
+    """The upper bound; of a single context, which has none, the value."""
+    return interval.high if math.isfinite(interval.high) else interval.value
 
 
 # Markdown
