@@ -6,8 +6,10 @@ of host code stay fast, and servers started by tests inherit the same strictness
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
+import sys
 
 import hypothesis
 import pytest
@@ -41,6 +43,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             found = jax.default_backend()
             if found != marker:
                 pytest.skip(f"needs a {marker}; JAX runs on {found} (JAX_PLATFORMS={platform} chooses)")
+
+
+MOST_MAPS = 32_000
+"""Memory maps above which compiled programs are let go; Linux ends a process that asks for more than 65,530."""
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Keeps a process that compiles thousands of programs within what the system allows."""
+    maps, jax = pathlib.Path("/proc/self/maps"), sys.modules.get("jax")
+    if jax is None or not maps.exists():
+        return
+    _done.append(item.nodeid)
+    if len(_done) % 20 == 0 and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        harness = sys.modules.get("tests.core.harness")
+        if harness is not None:
+            harness.forget_programs()
+        jax.clear_caches()
+        gc.collect()
+
+
+_done: list[str] = []
 
 
 @pytest.fixture(scope="session")

@@ -164,12 +164,16 @@ RAGGED = [
 ]
 """Heads keep different numbers of rows, as their contents say."""
 
-ALWAYS = ("snapkv+quest+fp8_kv",)
+ALWAYS = (
+    *("dense+fp8_kv", "quest+fp8_kv", "snapkv+fp8_kv", "h2o+fp8_kv"),
+    *("snapkv+quest", "pyramidkv+quest", "h2o+h2o_prefill", "snapkv+quest+fp8_kv"),
+)
+"""Combinations of every kind."""
 METHODS = [*methods(), PER_HEAD, *RAGGED]
 _STORED = [f"{name}+{storage}" for name in METHODS for storage in storages() if storage != registry.DEFAULT_STORAGE]
-COMPOSITIONS = [*METHODS, *(name for name in _STORED if name.count("+") == 1 or name in ALWAYS)]
-RARE = [name for name in _STORED if name not in COMPOSITIONS] + methods((3,))
-"""What is left to the slow tests: all axes at once, and most pairs on other storages."""
+COMPOSITIONS = [*(name for name in METHODS if "+" not in name), *ALWAYS]
+RARE = [name for name in (*METHODS, *_STORED, *methods((3,))) if name not in COMPOSITIONS]
+"""Combinations that are left to the slow tests: there are too many for every run."""
 EVICTING = [name for name in COMPOSITIONS if registry.resolve(name, small(name))[0].evicts]
 
 

@@ -14,7 +14,6 @@ from tests.contracts.compositions import (
     DEFAULTS_ARE_FINE,
     EVICTING,
     KNOBS,
-    METHODS,
     RAGGED,
     RARE,
     SELECTED,
@@ -202,8 +201,8 @@ def test_within_the_budget_everything_is_dense(name):
     close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("granularity", [Granularity.LAYER, Granularity.HEAD])
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in RAGGED])
+@pytest.mark.parametrize("granularity", [pytest.param(Granularity.LAYER, marks=pytest.mark.slow), Granularity.HEAD])
+@pytest.mark.parametrize("name", [name for name in COMPOSITIONS if name not in RAGGED])
 def test_granularity_changes_nothing(name, granularity):
     coarse, fine = start(name), start(name, granularity=granularity)
     wanted, found = (whole(session, 1, TEXT, NEXT, [13]) for session in (coarse, fine))

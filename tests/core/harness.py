@@ -55,6 +55,11 @@ QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 _PROGRAMS: dict[Hashable, Any] = {}
 
 
+def forget_programs() -> None:
+    """Lets go of all programs: each takes several of the memory maps that a process may have."""
+    _PROGRAMS.clear()
+
+
 def run(function: Any, *args: Any, **static: Any) -> Any:
     """Calls a jitted function through a program compiled quickly and kept for the life of the process."""
     statics = [arg for arg in args if isinstance(arg, steps.Statics)]
