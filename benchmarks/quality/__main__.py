@@ -45,7 +45,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contexts",
         type=length_and_count,
         nargs="+",
-        default=[(7000, 4)],
+        default=[(7000, 3)],
         metavar="TOKENS:COUNT",
         help="how many contexts of which length",
     )
@@ -61,7 +61,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--few",
         type=int,
-        default=2,
+        default=1,
         metavar="COUNT",
         help="contexts of each length for what needs a prefill, a replay or long decoding of its own",
     )

@@ -17,13 +17,15 @@ RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95% confidence interval."""
+    """An estimate and its 95% confidence interval, which is infinite where one context says nothing about others."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if not (math.isfinite(self.low) and math.isfinite(self.high)):
+            return f"{self.value:.3g}"
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
