@@ -93,6 +93,8 @@ def results() -> tuple[str, dict[str, Any], dict[str, Any]] | None:
         return None
     record = json.loads(RESULTS.read_text("utf-8"))
     length = max(record["result"]["lengths"], key=int)
+    if any("acts" not in facts for facts in record["result"]["lengths"][length]["variants"].values()):
+        return None  # of a time when evicted contexts had lost their statistics
     return length, record["result"]["lengths"][length], record["manifest"]
 
 

@@ -236,6 +236,10 @@ class DeviceRunner:
 
         yield from map(self._keep, compile_all(missing(), workers))
 
+    def forget(self, method: str) -> None:
+        """Drops the compiled programs of a method that is not needed for now: they take memory, and maps of it."""
+        self._programs = {key: call for key, call in self._programs.items() if not _is_of(key, method)}
+
     def seal(self) -> None:
         """Start-up is over: from now on a compilation is a defect (see `fail_on_retrace`)."""
         self._sealed = True
@@ -572,6 +576,10 @@ class DeviceRunner:
 
     def _settle_exports(self) -> None:
         self._pending_exports = [exported for exported in self._pending_exports if not exported.settle()]
+
+
+def _is_of(key: Hashable, method: str) -> bool:
+    return isinstance(key, tuple) and method in key
 
 
 def _setup(logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...]) -> tuple[np.ndarray, ...]:

@@ -98,13 +98,13 @@ def beside(path: pathlib.Path | None) -> list[pathlib.Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = arguments_of(argv)
     run = common.Run("quality", arguments)
-    result, facts = measure(arguments)
+    result, facts = measure(arguments, run)
     record = run.finish(result, **facts)
     write(arguments, result, record["manifest"])
     return 0
 
 
-def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(arguments: argparse.Namespace, run: common.Run) -> tuple[dict[str, Any], dict[str, Any]]:
     import tqdm
 
     from benchmarks.quality import local, report, sweep, variants

@@ -97,8 +97,8 @@ def _variant(
         "control": variant.control,
         "acts": outcome.acts,
     }
-    if outcome.invalid is not None:
-        return {**result, "invalid": outcome.invalid}
+    if outcome.invalid is not None or not outcome.by_context:
+        return {**result, "invalid": outcome.invalid or "not measured yet"}
     numbers = [number for number in numbers if number in outcome.by_context]
     result["contexts"] = len(numbers)
     own = [outcome.by_context[number] for number in numbers]

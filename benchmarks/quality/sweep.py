@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.perplexity import step_bytes
@@ -233,6 +234,7 @@ def run(
     few: int | None = None,
     windows: int = 0,
     most_s: float = math.inf,
+    keep: Callable[[list[Outcome]], None] = lambda outcomes: None,
 ) -> list[Outcome]:
     """Every variant over every context; the first variant of the first group is the reference.
 
@@ -245,6 +247,7 @@ def run(
       windows: decode windows that are timed for each variant and length; 0 times nothing.
       most_s: nothing is begun after so many seconds, and what is left is invalid for that reason. The first group has
         two thirds of them, so that others have their turn.
+      keep: called with all outcomes so far after each variant.
     """
     began = time.perf_counter()
     references: dict[int, np.ndarray] = {}
@@ -308,11 +311,16 @@ def run(
                     clock = speed.Clock(bench, found[0].variant, windows)
                 if clock is not None and outcome is outcomes[0] and len(batch[0].ids) not in outcome.prefill_s:
                     outcome.prefill_s[len(batch[0].ids)] = clock.prefill_s(batch[0].ids)
+                # A process may only have so many maps of memory, and each program needs some.
+                if clock is None or outcome is not outcomes[0]:
+                    bench.runner.forget(outcome.variant.label)
                 progress(outcome.variant.label)
+                keep(outcomes)
             if clock is None or clock.bench is not bench or all_numbers != list(batches(contexts))[-1]:
                 for row in list(bench.base.pages):
                     bench.base.release(row)
         del bench  # before the next one takes as much memory
+        jax.clear_caches()
     return outcomes
 
 

@@ -60,6 +60,7 @@ def test_numbers_come_from_the_result_file(monkeypatch, tmp_path):
         "budget_tokens": 512,
         "spec": "snapkv(x=1)",
         "control": False,
+        "acts": "prompt",
         "contexts": 3,
         "resident_bytes": 2.5e6,
         "resident_share": 0.25,
@@ -69,7 +70,14 @@ def test_numbers_come_from_the_result_file(monkeypatch, tmp_path):
         "needles": [0.75, 0.5, 1.0],
         "decode_speed": {"ratio": 2.0},
     }
-    broken = {"family": "snapkv", "budget_tokens": 1024, "spec": "x", "control": False, "invalid": "NaN"}
+    broken = {
+        "family": "snapkv",
+        "budget_tokens": 1024,
+        "spec": "x",
+        "control": False,
+        "acts": "prompt",
+        "invalid": "NaN",
+    }
     lengths = {"64": {}, "7000": {"contexts": 4, "variants": {"snapkv 512": facts, "snapkv 1024": broken}}}
     path = tmp_path / "quality.json"
     record = {"manifest": {"model": "Some model", "dtype": "float32"}, "result": {"lengths": lengths}}
