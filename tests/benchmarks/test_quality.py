@@ -507,6 +507,19 @@ def test_logits_that_are_not_finite_are_noticed(tiny):
         rows.logits([1], [4])
 
 
+def test_forgotten_programs_come_back(tiny):
+    [pool] = pools_of(tiny, [variants.parse(spec) for spec in ("dense", SNAPKV)], 40)
+    bench = sweep.Bench(tiny, pool, 64, 1, 8, 8)
+    bench.base.prefill(1, range(1, 21))
+    rows = bench.rows(pool.variants[1])
+    rows.fork(bench.base, 1, 2)
+    rows.logits([2], [3])
+    held = set(bench.runner._programs)
+    bench.runner.forget("snapkv 64")
+    assert {key for key in held if "snapkv 64" in key} == held - set(bench.runner._programs) != set()
+    assert np.isfinite(np.asarray(rows.logits([2], [4]))).all()
+
+
 # Report
 
 MANIFEST = dict.fromkeys(("model", "dtype", "device", "cpu", "date", "git_commit", "command"), "x")
