@@ -64,7 +64,10 @@ def cost(quality: Record) -> str:
     header = [f"{int(length):,} tokens of context", "bytes kept", "bytes read", "perplexity", "same next token"]
     header.append("facts found")
     what = _what(quality["manifest"], f"{quality['manifest']['model']}, {quality['manifest']['dtype']}")
-    return f"Quality, {_BUDGET:,} tokens kept or read ({what}):\n\n{table(header, rows)}"
+    notes = quality["manifest"].get("notes")
+    return f"Quality, {_BUDGET:,} tokens kept or read ({what}):\n\n{table(header, rows)}" + (
+        f"\n\nNote: {notes}." if notes else ""
+    )
 
 
 def served(load: Record) -> str:
