@@ -147,11 +147,12 @@ def observe(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
     scores, row_aux = context.page_aux[SCORES], context.row_aux
     if context.phase == "chunk":
         at = context.layer, context.rows
-        scored = context.start.max(1) if scoring.decoding else row_aux[SCORED][at]
-        scores = add_to_rows(scores, context.view, context.start, scored, chunk_scores(scoring, context))
+        if not scoring.decoding:
+            scores = clear_rows(scores, context.view, row_aux[SCORED][at], context.start)
+        scores = add_to_rows(scores, context.view, chunk_scores(scoring, context))
         row_aux = {**row_aux, SCORED: row_aux[SCORED].at[at].set(context.view.lengths.max(1))}
     elif context.phase == "token" and scoring.decoding:
-        scores = add_to_rows(scores, context.view, context.start, context.start.max(1), token_scores(scoring, context))
+        scores = add_to_rows(scores, context.view, token_scores(scoring, context))
     return {**context.page_aux, SCORES: scores}, row_aux
 
 
@@ -204,24 +205,26 @@ def rows_scores(scores: jax.Array, view: PageView) -> jax.Array:
     return gather_rows(scores, view.head_pages(0, view.table.shape[2]))
 
 
-def add_to_rows(scores: jax.Array, view: PageView, start: jax.Array, scored: jax.Array, gained: jax.Array) -> jax.Array:
-    """Adds to the rows of a view.
+def add_to_rows(scores: jax.Array, view: PageView, gained: jax.Array) -> jax.Array:
+    """Adds `gained` [batch, kv_heads, capacity] to the rows of a view."""
+    head_pages = _held_pages(scores, view)
+    return scores.at[head_pages].add(gained.reshape(*head_pages.shape, -1))
 
-    Args:
-      scores: float32 [num_head_pages, page_size].
-      view: pages.
-      start: int32 [batch, heads or 1], rows before the new ones, which have a score.
-      scored: int32 [batch], rows among those before that have a score; the others have 0.
-      gained: float32 [batch, kv_heads, capacity].
-    """
-    page_size, columns = scores.shape[1], view.table.shape[2]
-    head_pages = view.head_pages(0, columns)
-    row = jnp.arange(columns * page_size, dtype=jnp.int32)[None, None]
-    without = (row >= scored[:, None, None]) & (row < start[:, :, None])
-    total = jnp.where(without, 0.0, rows_scores(scores, view)) + gained
-    # Entries past the end may be another request's pages by now.
-    held = row[:, :, ::page_size] < view.lengths[:, :, None]
-    return scores.at[jnp.where(held, head_pages, 0)].set(total.reshape(*head_pages.shape, page_size))
+
+def clear_rows(scores: jax.Array, view: PageView, first: jax.Array, end: jax.Array) -> jax.Array:
+    """Sets rows of a view to 0: those from `first` int32 [batch] to before `end` int32 [batch, heads or 1]."""
+    head_pages = _held_pages(scores, view)
+    found = rows_scores(scores, view)
+    row = jnp.arange(found.shape[2], dtype=jnp.int32)[None, None]
+    cleared = jnp.where((row >= first[:, None, None]) & (row < end[:, :, None]), 0.0, found)
+    return scores.at[head_pages].set(cleared.reshape(*head_pages.shape, -1))
+
+
+def _held_pages(scores: jax.Array, view: PageView) -> jax.Array:
+    """Head-pages of a view [batch, kv_heads, columns]; the null page past its end, where others' pages may stand."""
+    columns = view.table.shape[2]
+    first_row = jnp.arange(columns, dtype=jnp.int32)[None, None] * scores.shape[1]
+    return jnp.where(first_row < view.lengths[:, :, None], view.head_pages(0, columns), 0)
 
 
 def _attention_mass(

@@ -16,10 +16,9 @@ import numpy as np
 
 from sparsejax.cache.pages import IntegrityError, PagePool
 from sparsejax.geometry import Granularity
-from sparsejax.plans import MethodFacts, RunnerLimits
+from sparsejax.plans import PHASES, MethodFacts, RunnerLimits
 from sparsejax.rows import RowPages, Sequence, ceil_div
 
-_PHASES = ("chunk", "prompt", "token", "pressure")
 _MAX_REMEMBERED = 100_000
 
 
@@ -71,7 +70,7 @@ class Memory:
 
     def _compaction_pages(self, facts: MethodFacts, peak: np.ndarray) -> int:
         """Most fresh pages of one compaction of a row that never holds more than `peak` rows."""
-        kept = (self.kept(facts, phase, peak) for phase in _PHASES)
+        kept = (self.kept(facts, phase, peak) for phase in PHASES)
         slack = self._slack(facts)
         return max((self._pages(k[k < peak] + slack) for k in kept if k is not None), default=0)
 

@@ -19,6 +19,9 @@ import numpy as np
 
 from sparsejax.geometry import Geometry, Granularity
 
+PHASES = ("chunk", "prompt", "token", "pressure")
+"""After which rows may be evicted: see `MaintainRow`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingRow:

@@ -19,6 +19,7 @@ from sparsejax.geometry import Geometry
 from sparsejax.method import Method
 from sparsejax.models.spec import ModelSpec, Weights
 from sparsejax.plans import (
+    PHASES,
     CountRow,
     DecodeRow,
     ForkRow,
@@ -43,10 +44,6 @@ CUBLAS_ROWS = 32
 """Rows from which a decode program multiplies through cuBLAS. The Triton products that XLA prefers are split along the
 sum and need a kernel more: a step of 64 rows took 10.3 instead of 9.9 ms on an H200, but one of a single row 4.9
 instead of 6.5. What lies between was not measured."""
-
-
-PHASES = ("chunk", "prompt", "token", "pressure")
-"""After which rows may be evicted (`method.Phase`)."""
 
 
 class LateCompileError(RuntimeError):
@@ -181,6 +178,7 @@ class DeviceRunner:
         )
         self.weights = weights
         self._methods = methods
+        self._kept = {name: self._most_kept(method) for name, method in methods.items()}
         self._implementation = implementation
         self._statics = {
             name: steps.Statics(spec, geometry, method, storage, implementation) for name, method in methods.items()
@@ -255,7 +253,7 @@ class DeviceRunner:
             for bucket in sorted({self._bucket(1, tokens) for tokens in range(1, longest + 1)}):
                 yield self._describe_replay(name, bucket)
             if method.evicts:
-                for phase, kept in sorted(self._compactions(method)):
+                for phase, kept in sorted(self._kept[name].items()):
                     if self._counts(method, phase):
                         yield self._describe_count(name, phase, kept)
                     yield self._describe_maintain(name, phase, kept)
@@ -295,13 +293,13 @@ class DeviceRunner:
         program = self._describe(name, method, function, *args)
         return self._program(program.key, lambda: program)(self.state, *args)
 
-    def _compactions(self, method: Method) -> set[tuple[str, int]]:
-        """Every (phase, kept) that can occur; `kept` is the most that a layer or head keeps."""
+    def _most_kept(self, method: Method) -> dict[str, int]:
+        """The most rows that a layer or head keeps, by phase after which anything may be evicted."""
         geometry = self._limits.geometry
         longest = np.full(geometry.table_shape(method.granularity), geometry.max_model_len, np.int32)
         kept = {phase: method.kept_after(phase, longest) for phase in PHASES}
         due = {phase: int(rows.max()) for phase, rows in kept.items() if (rows < longest).any()}
-        return {(phase, self._counts(method, phase) or most) for phase, most in due.items()}
+        return {phase: self._counts(method, phase) or most for phase, most in due.items()}
 
     def _counts(self, method: Method, phase: str) -> int:
         """The most rows of a head where the device counts them, else 0."""
@@ -513,7 +511,7 @@ class DeviceRunner:
         if not due.any() or (plan.kept > plan.length).any():
             raise ValueError(f"maintain: {plan.kept.tolist()} rows of {plan.length.tolist()} can't be kept")
         most = int(plan.kept[due].max())
-        capacity = max(most, dict(self._compactions(self._methods[method])).get(plan.phase, most))
+        capacity = max(most, self._kept[method].get(plan.phase, most))
         pages = np.zeros((*plan.kept.shape, geometry.pages(capacity)), np.int32)
         pages[..., : plan.new_pages.shape[2]] = plan.new_pages
         numbers: tuple[Any, ...] = (
