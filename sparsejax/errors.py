@@ -72,6 +72,76 @@ class ShuttingDownError(RequestError):
     code = "shutting_down"
 
 
+class ChainError(RequestError):
+    """A turn can't continue its chain. Nothing was changed, unless a subclass says so.
+
+    Attributes:
+      chain_id: the chain, where one was named.
+      recovery: what a client can do: "resend_full", "retry_later", "new_chain" or "none".
+    """
+
+    status = 500
+    code = "chain_cache_error"
+    recovery = "none"
+
+    def __init__(self, message: str, *, chain_id: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param="chain_id" if chain_id else None, retry_after_s=retry_after_s)
+        self.chain_id = chain_id
+
+    @property
+    def retryable(self) -> bool:
+        """The same request may succeed later."""
+        return self.recovery == "retry_later"
+
+
+class ChainDisabledError(ChainError):
+    """A chain was asked for where none are kept, or with what chains can't have."""
+
+    status, code, recovery = 400, "chain_mode_disabled", "new_chain"
+
+
+class ChainNotFoundError(ChainError):
+    """The id was never issued here, or belongs to another instance."""
+
+    status, code, recovery = 404, "chain_not_found", "resend_full"
+
+
+class ChainBusyError(ChainError):
+    """Another turn of the chain is under way."""
+
+    status, code, recovery = 409, "chain_busy", "retry_later"
+
+
+class ChainMismatchError(ChainError):
+    """The turn does not continue what the chain has processed."""
+
+    status, code, recovery = 409, "chain_prefix_mismatch", "resend_full"
+
+
+class ChainFingerprintError(ChainError):
+    """The chain was made by another model, method, storage or salt."""
+
+    status, code, recovery = 409, "chain_fingerprint_mismatch", "new_chain"
+
+
+class ChainGoneError(ChainError):
+    """The chain existed and was evicted, deleted, lost or left behind by a restart."""
+
+    status, code, recovery = 410, "chain_gone", "resend_full"
+
+
+class ChainOwnerError(ChainError):
+    """The books of a chain are wrong: a defect of the engine."""
+
+    status, code = 500, "chain_owner_mismatch"
+
+
+class ChainCapacityError(ChainError):
+    """There is no room, even without all idle chains."""
+
+    status, code, recovery = 503, "chain_capacity_unavailable", "retry_later"
+
+
 class EngineDeadError(RuntimeError):
     """The engine loop stopped on an error; the process must be restarted."""
 

@@ -378,6 +378,15 @@ class Method:
     def pure_prefix(self) -> bool:
         return not (self.evicts or self.private_rows or self.chunk_dependent)
 
+    @property
+    def rollback(self) -> bool:
+        """Only their own rows know of the newest tokens."""
+        return self.on_write is None and self.observe is None and self.on_hidden is None
+
+    @property
+    def replays_prompts(self) -> bool:
+        return self.replays is not None
+
     # The host's view (plans.MethodFacts): integers in, integers out.
 
     def kept_after(self, phase: str, length: np.ndarray) -> np.ndarray:

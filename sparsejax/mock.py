@@ -23,12 +23,14 @@ from sparsejax.plans import (
     ForkRow,
     MaintainRow,
     MethodFacts,
+    ParkedRow,
     PrefillRow,
     ReplayRow,
     RunnerLimits,
     SamplingRow,
     StepResult,
     SwappedRow,
+    UnparkRow,
 )
 from sparsejax.rows import ceil_div
 
@@ -85,6 +87,7 @@ class MockMethod:
       final_chunk: fewest tokens of the last prompt chunk.
       replay_chunk: prompt tokens of one replay, behind its first token, or None for no replays.
       ragged: heads share the prompt budgets of their layer as the device says.
+      rollback: nothing but their own rows knows of the newest tokens.
     """
 
     name: str = "dense"
@@ -99,6 +102,11 @@ class MockMethod:
     private_rows: bool = False
     chunk_dependent: bool = False
     ragged: bool = False
+    rollback: bool = True
+
+    @property
+    def replays_prompts(self) -> bool:
+        return self.replay_chunk is not None
 
     @property
     def evicts(self) -> bool:
@@ -183,6 +191,7 @@ class _Row:
     compacted_at: int = 0  # tokens processed at the last compaction
     replayed: int = 0
     counted: np.ndarray | None = None  # rows of the compaction that is due
+    resumed: bool = False  # its first prompt was replayed and compacted before it was parked
 
     def copy(self) -> _Row:
         stamps = [[s.copy() for s in layer] for layer in self.stamps]
@@ -198,6 +207,7 @@ class _Row:
             self.compacted_at,
             self.replayed,
             self.counted,
+            self.resumed,
         )
 
 
@@ -366,6 +376,7 @@ class MockRunner:
         )
         fault = self._enter("replay", [(plan.row, tokens)])
         row, facts = self._row(plan.row, method), self._limits.methods[method]
+        self._require(not row.resumed, f"row {plan.row} was continued: only a first prompt is replayed")
         self._require(0 < row.prompt_end == len(row.history), f"row {plan.row} does not stand at the end of its prompt")
         self._require(row.compacted_at < row.prompt_end, f"row {plan.row} was compacted before it was replayed")
         lengths = facts.replay_lengths(row.prompt_end)
@@ -428,6 +439,8 @@ class MockRunner:
         self._check_contents(plan.row, row)
         if plan.phase == "prompt":
             self._check_replayed(plan.row, row)
+            stays = row.resumed and self._limits.methods[method].replays_prompts
+            self._require(not stays, f"what was appended to row {plan.row} stays")
         return row, lengths
 
     def maintain(self, method: str, plan: MaintainRow) -> None:
@@ -496,6 +509,78 @@ class MockRunner:
         self._write(state, np.zeros_like(self._lengths(state)))
         self._leave("import_row")
 
+    def park(self, method: str, row: int) -> ParkedRow:
+        self._enter("park")
+        state = self._row(row, method)
+        self._check_contents(row, state)
+        del self._rows[row], self._stops[row]
+        self._leave("park")
+        return ParkedRow(state, 64)
+
+    def trim(self, method: str, parked: ParkedRow, tokens: int) -> ParkedRow:
+        self._enter("trim")
+        row = parked.payload.copy()
+        row.history = row.history[: len(row.history) - tokens]
+        self._require(tokens > 0 and row.compacted_at <= len(row.history), "a compaction has seen what is taken back")
+        row.stamps = [[s[: len(s) - tokens] for s in layer] for layer in row.stamps]
+        row.last_stamp = 0
+        for i, token in enumerate(row.history):
+            row.last_stamp = mix(row.last_stamp, token, i)
+        self._leave("trim")
+        return ParkedRow(row, parked.nbytes)
+
+    def unpark(self, method: str, plan: UnparkRow) -> None:
+        self._enter("unpark")
+        self._require(plan.row in self._stops, f"row {plan.row} was not set up")
+        row = plan.parked.payload.copy()
+        self._require(row.method == method, "a parked row came back under another method")
+        seen = plan.seen.tolist()
+        self._require(plan.seen.dtype == np.int32 and seen == row.history, "other tokens were seen")
+        lengths = self._lengths(row)
+        same = plan.lengths.shape == lengths.shape and bool((plan.lengths == lengths).all())
+        self._require(same, f"{lengths.tolist()} rows were parked, not {plan.lengths.tolist()}")
+        row.table = np.zeros_like(row.table)
+        row.table[..., : plan.pages.shape[-1]] = np.maximum(plan.pages, 0)
+        row.last_token, row.compacted_at, row.resumed = None, len(seen), True
+        self._check_pages(plan.row, row, plan.pages)
+        self._check_contents(plan.row, row)
+        self._rows[plan.row] = row
+        self._leave("unpark")
+
+    def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
+        self._enter("export_parked")
+        state = self._moved(parked, pages)
+        self._leave("export_parked")
+        return SwappedRow(state, int((pages >= 0).sum()) * 64)
+
+    def import_parked(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> ParkedRow:
+        self._enter("import_parked")
+        state = swapped.payload.copy()
+        self._require(state.method == method, "a row came back under another method")
+        state.table = np.zeros_like(state.table)
+        state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
+        self._check_pages(0, state, pages)
+        self._write(state, np.zeros_like(self._lengths(state)))
+        self._leave("import_parked")
+        return ParkedRow(state, 64)
+
+    def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
+        self._enter("copy_pages")
+        granularity = self._limits.methods[method].granularity
+        for origin, copy in copies:
+            self._require(origin > 0 and copy > 0, "the null page is copied")
+            self._pool[self._span(granularity, copy)] = self._pool[self._span(granularity, origin)]
+        self._leave("copy_pages")
+
+    def _moved(self, parked: ParkedRow, pages: np.ndarray) -> _Row:
+        """A parked row whose pages the host lists; they may be copies of those that were parked."""
+        state = parked.payload.copy()
+        state.table = np.zeros_like(state.table)
+        state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
+        self._check_pages(0, state, pages)
+        self._check_contents(0, state)
+        return state
+
     # What the device does.
 
     def _empty(self, method: str) -> _Row:
@@ -510,7 +595,8 @@ class MockRunner:
         return self._rows[row]
 
     def _check_replayed(self, index: int, row: _Row) -> None:
-        wanted = len(self._limits.methods[row.method].replay_lengths(row.prompt_end))
+        lengths = () if row.resumed else self._limits.methods[row.method].replay_lengths(row.prompt_end)
+        wanted = len(lengths)
         self._require(row.replayed == wanted, f"row {index} goes on after {row.replayed} of {wanted} replays")
 
     def _pages(self, lengths: np.ndarray) -> np.ndarray:

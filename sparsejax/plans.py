@@ -148,6 +148,33 @@ class SwappedRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ParkedRow:
+    """What a row had beside its pages, while it has no row: opaque, immutable, and no part of the donated state."""
+
+    payload: Any
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnparkRow:
+    """Give a parked conversation a row again: its pages, and all that was processed in it.
+
+    Attributes:
+      row: of the new owner, set up already.
+      pages: int32 [layers, heads, columns], -1 where a head has fewer.
+      lengths: rows held, int32 [layers, heads].
+      seen: int32, the tokens processed so far; all count as prompt.
+      parked: from `park` or `import_parked`.
+    """
+
+    row: int
+    pages: np.ndarray
+    lengths: np.ndarray
+    seen: np.ndarray
+    parked: ParkedRow
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
     """Outputs of one step on the host, in the order of the submitted rows.
 
@@ -207,6 +234,16 @@ class MethodFacts(Protocol):
     @property
     def private_rows(self) -> bool:
         """What is kept beside a stored row goes on changing: rows that choices have in common can't share pages."""
+        ...
+
+    @property
+    def rollback(self) -> bool:
+        """The newest tokens can be taken back exactly, until a compaction: only their own rows know of them."""
+        ...
+
+    @property
+    def replays_prompts(self) -> bool:
+        """First prompts may be replayed; then what is appended to a row later is not compacted behind its prompt."""
         ...
 
     @property
@@ -316,4 +353,26 @@ class Runner(Protocol):
 
     def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
         """Restores into fresh pages; lengths, statistics and the last token come back too."""
+        ...
+
+    def park(self, method: str, row: int) -> ParkedRow:
+        """Takes a row's state off it: the row may have a new owner, the pages stay whose they are."""
+        ...
+
+    def trim(self, method: str, parked: ParkedRow, tokens: int) -> ParkedRow:
+        """The same row without its newest tokens, which no compaction saw. The caller gives up their pages."""
+        ...
+
+    def unpark(self, method: str, plan: UnparkRow) -> None: ...
+
+    def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
+        """Copies the pages and the state of a parked row to the host."""
+        ...
+
+    def import_parked(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> ParkedRow:
+        """Restores pages from `export_parked` or `export_row` into fresh ones; needs no row."""
+        ...
+
+    def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
+        """Copies pages (from, to) of the method's granularity with all that is kept beside their rows."""
         ...

@@ -24,16 +24,18 @@ from sparsejax.plans import (
     DecodeRow,
     ForkRow,
     MaintainRow,
+    ParkedRow,
     PrefillRow,
     ReplayRow,
     RunnerLimits,
     SamplingRow,
     StepResult,
     SwappedRow,
+    UnparkRow,
 )
 from sparsejax.programs import Compiled, Program, compile_all, compile_one
 from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, greedy_inputs
-from sparsejax.state import MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
+from sparsejax.state import IN_PROMPT, MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
 from sparsejax.storage import Storage
 
 log = logging.getLogger("sparsejax.runner")
@@ -116,7 +118,7 @@ class RowCounts:
 class _Exported:
     """A swapped row: device arrays at first, host arrays once their copies have arrived."""
 
-    def __init__(self, row_state: transfers.RowState, blocks: list[transfers.ExportedPages], num_head_pages: int):
+    def __init__(self, row_state: Any, blocks: list[transfers.ExportedPages], num_head_pages: int):
         self.arrays: Any = (row_state, blocks)
         self.num_head_pages = num_head_pages
         for array in jax.tree.leaves(self.arrays):
@@ -279,6 +281,10 @@ class DeviceRunner:
         export = functools.partial(transfers.export_row_state, granularity=self._methods[name].granularity.value)
         row_state, table = jax.eval_shape(export, self.state, row), self._whole_table(name, np.zeros((1, 1, 0)))
         yield self._describe("import_row_state", name, transfers.import_row_state, row, row_state, table)
+        yield self._describe("park_row", None, transfers.park_row, row)
+        numbers = np.zeros(table.shape[:2], np.int32), row, np.zeros(self._limits.vocab_size, np.int32)
+        parked = transfers.ParkedState(row_state.row_aux, row_state.request_aux)
+        yield self._describe("unpark_row", name, transfers.unpark_row, row, parked, table, *numbers)
 
     def _describe(self, name: str, method: str | None, function: Any, *args: Any) -> Program:
         """A program that moves rows: `args` after the state; of the method's granularity, or of any if None."""
@@ -525,8 +531,7 @@ class DeviceRunner:
 
     def fork(self, method: str, plan: ForkRow) -> None:
         if plan.copies:
-            source, target = np.asarray(plan.copies, np.int32).T
-            self._copy(self._head_pages(method, source), self._head_pages(method, target))
+            self.copy_pages(method, plan.copies)
         args = np.int32(plan.source), np.int32(plan.target), self._fork_updates(method, plan.target, plan.table_updates)
         self.state = self._run("fork_row", method, transfers.fork_row, *args)
 
@@ -543,13 +548,21 @@ class DeviceRunner:
     def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
         head_pages = self._head_pages(method, pages[pages >= 0])
         row_state = self._run("export_row_state", method, transfers.export_row_state, np.int32(row))
+        return self._export(head_pages, row_state)
+
+    def _export(self, head_pages: np.ndarray, row_state: transfers.RowState | transfers.ParkedState) -> SwappedRow:
         blocks = [self._run("export_rows", None, transfers.export_rows, ids) for ids in self._blocks(head_pages)]
         exported = _Exported(row_state, blocks, len(head_pages))
         self._pending_exports.append(exported)
-        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(exported.arrays))
-        return SwappedRow(exported, nbytes)
+        return SwappedRow(exported, _nbytes(exported.arrays))
 
     def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
+        row_state = self._import_pages(method, pages, swapped)
+        args = np.int32(row), row_state, self._whole_table(method, pages)
+        self.state = self._run("import_row_state", method, transfers.import_row_state, *args)
+
+    def _import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> Any:
+        """Writes a swapped row's pages; returns what it had beside them."""
         exported: _Exported = swapped.payload
         head_pages = self._head_pages(method, pages[pages >= 0])
         if len(head_pages) != exported.num_head_pages:
@@ -557,8 +570,33 @@ class DeviceRunner:
         row_state, blocks = exported.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
             self.state = self._run("import_rows", None, transfers.import_rows, ids, block)
-        args = np.int32(row), row_state, self._whole_table(method, pages)
-        self.state = self._run("import_row_state", method, transfers.import_row_state, *args)
+        return row_state
+
+    def park(self, method: str, row: int) -> ParkedRow:
+        parked = self._run("park_row", None, transfers.park_row, np.int32(row))
+        return ParkedRow(parked, _nbytes(parked))
+
+    def trim(self, method: str, parked: ParkedRow, tokens: int) -> ParkedRow:
+        return parked  # lengths and positions are the host's while nobody has the row
+
+    def unpark(self, method: str, plan: UnparkRow) -> None:
+        counts = np.zeros(self._limits.vocab_size, np.int32)
+        counts[plan.seen] = IN_PROMPT
+        numbers = plan.lengths.astype(np.int32), np.int32(len(plan.seen)), counts
+        args = np.int32(plan.row), plan.parked.payload, self._whole_table(method, plan.pages), *numbers
+        self.state = self._run("unpark_row", method, transfers.unpark_row, *args)
+
+    def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
+        return self._export(self._head_pages(method, pages[pages >= 0]), parked.payload)
+
+    def import_parked(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> ParkedRow:
+        row_state = self._import_pages(method, pages, swapped)
+        parked = transfers.ParkedState(row_state.row_aux, row_state.request_aux)
+        return ParkedRow(parked, _nbytes(parked))
+
+    def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
+        source, target = np.asarray(copies, np.int32).T
+        self._copy(self._head_pages(method, source), self._head_pages(method, target))
 
     def _whole_table(self, method: str, pages: np.ndarray) -> np.ndarray:
         """int32 [layers, heads, max_pages] of the pages [layers, heads, columns] of a row; -1 for none."""
@@ -593,6 +631,10 @@ def _setup(logit_bias: tuple[tuple[int, float], ...], stop_ids: tuple[int, ...])
 def _decode_options(rows: int) -> dict[str, Any]:
     """XLA's options for a decode program."""
     return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" and rows >= CUBLAS_ROWS else {}
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -3,6 +3,8 @@
     state = copy_pages(state, source, target)
     exported = export_rows(state, head_pages)
     state = import_rows(state, head_pages, exported)
+    parked = park_row(state, row)
+    state = unpark_row(state, row, parked, table, lengths, position, counts, granularity=...)
 
 The state is donated, except by exports, which gather into separate buffers.
 """
@@ -145,4 +147,54 @@ def import_row_state(
         bias_ids=state.bias_ids.at[row].set(exported.bias_ids),
         bias_values=state.bias_values.at[row].set(exported.bias_values),
         stop_ids=state.stop_ids.at[row].set(exported.stop_ids),
+    )
+
+
+class ParkedState(NamedTuple):
+    """What the host can't know of a row: the method's statistics."""
+
+    row_aux: dict[str, jax.Array]
+    request_aux: dict[str, jax.Array]
+
+
+@jax.jit
+def park_row(state: KVState, row: jax.Array) -> ParkedState:
+    """The statistics of a row, in buffers of their own; the state is not donated and does not change."""
+    return ParkedState(
+        {name: array[:, row] for name, array in state.row_aux.items()},
+        {name: array[row] for name, array in state.request_aux.items()},
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("granularity",), donate_argnames=("state",))
+def unpark_row(
+    state: KVState,
+    row: jax.Array,
+    parked: ParkedState,
+    table: jax.Array,
+    lengths: jax.Array,
+    position: jax.Array,
+    counts: jax.Array,
+    *,
+    granularity: str,
+) -> KVState:
+    """Gives a row what was parked.
+
+    Args:
+      state: donated.
+      row: int32 scalar.
+      parked: from `park_row`.
+      table: int32 [layers, heads, max_pages], the whole table.
+      lengths: int32 [layers, heads].
+      position: int32 scalar, of the next token.
+      counts: int32 [vocab], see `KVState`.
+      granularity: of the method.
+    """
+    return state.replace(
+        row_aux={name: array.at[:, row].set(parked.row_aux[name]) for name, array in state.row_aux.items()},
+        request_aux={name: array.at[row].set(parked.request_aux[name]) for name, array in state.request_aux.items()},
+        tables={**state.tables, granularity: state.tables[granularity].at[:, :, row].set(table)},
+        lengths={**state.lengths, granularity: state.lengths[granularity].at[:, :, row].set(lengths)},
+        positions=state.positions.at[row].set(position),
+        counts=state.counts.at[row].set(counts),
     )

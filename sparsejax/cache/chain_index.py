@@ -1,0 +1,501 @@
+"""All chains of an engine: which one a turn continues, who has it, what is dropped first, what is known of the dead.
+
+`plan` reads and decides, `apply` changes: between a refusal and the index as it was there is no difference. One thread
+changes the index. It owns logical identity, never rows: payloads are opaque, and given to `release` once nobody needs
+them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+
+from sparsejax.cache.chain import (
+    STRIDE,
+    Chain,
+    ChainIds,
+    ChainState,
+    Checkpoint,
+    Quality,
+    Tier,
+    common_prefix,
+    digest_of,
+    stride_hashes,
+)
+from sparsejax.errors import (
+    ChainBusyError,
+    ChainError,
+    ChainFingerprintError,
+    ChainGoneError,
+    ChainMismatchError,
+    ChainNotFoundError,
+    ChainOwnerError,
+)
+
+Status = Literal["created", "resumed", "recreated", "forked", "adopted", "rewound"]
+
+_GAP_SMOOTHING = 0.3
+_DEFAULT_GAP_S = 60.0  # between two turns, before a chain had two
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a request asks of the chains.
+
+    Attributes:
+      ids: uint32, the whole context, or with `append` only what comes after the chain's ledger.
+      seed, fingerprint, method, tenant: of the state that it can use (see `Chain`).
+      chain_id: the chain to continue; None looks for one if `lookup`, else creates one.
+      on_miss: "serve" computes everything again where a chain can't be continued, "error" raises.
+      on_busy: "fork" continues from the newest checkpoint of a busy chain, "error" raises.
+      branch: what becomes of a chain whose context was edited: "fork" leaves it, "rewind" cuts it.
+      expected_tokens, expected_digest: what the client believes the ledger to be.
+    """
+
+    ids: np.ndarray
+    seed: bytes
+    fingerprint: bytes
+    method: str
+    tenant: str = ""
+    chain_id: str | None = None
+    append: bool = False
+    lookup: bool = True
+    on_miss: Literal["serve", "error"] = "serve"
+    on_busy: Literal["fork", "error"] = "fork"
+    branch: Literal["fork", "rewind"] = "fork"
+    expected_tokens: int | None = None
+    expected_digest: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a turn will go on. Valid while `source.version` is `version`.
+
+    Attributes:
+      status: what the client is told.
+      turn: what was asked.
+      ids: uint32, the whole context.
+      reused: tokens that need no prefill.
+      source: the chain whose state is used; None starts from nothing.
+      checkpoint: index of the earlier state that is used; None is the head.
+      forks: the source stays as it is and a new chain begins as a copy.
+      reason: why nothing, or not the head of the named chain, is used.
+    """
+
+    status: Status
+    turn: Turn
+    ids: np.ndarray
+    reused: int = 0
+    source: Chain | None = None
+    checkpoint: int | None = None
+    forks: bool = False
+    reason: str | None = None
+    version: int = 0
+
+
+class ChainIndex:
+    """The chains, by id and by what they have processed.
+
+    Args:
+      ids: issues ids.
+      release: called with each payload that is dropped.
+      clock: seconds, monotonic.
+      max_tombstones: dead ids whose end is remembered.
+      max_checkpoints: of each kind, in each chain.
+      recompute_s: seconds that computing so many tokens again takes, for the order of victims.
+    """
+
+    def __init__(
+        self,
+        ids: ChainIds,
+        release: Callable[[Any], None],
+        clock: Callable[[], float],
+        max_tombstones: int = 1024,
+        max_checkpoints: int = 2,
+        recompute_s: Callable[[int], float] = float,
+    ) -> None:
+        self.ids = ids
+        self.chains: dict[str, Chain] = {}
+        self.tombstones: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._release = release
+        self._clock = clock
+        self._max_tombstones = max_tombstones
+        self._max_checkpoints = max_checkpoints
+        self._recompute_s = recompute_s
+        self._tick = 0
+        self._buckets: dict[bytes, dict[Chain, None]] = {}  # stride hash -> chains with a boundary in that stride
+        self._keys: dict[Chain, set[bytes]] = {}
+
+    # Planning.
+
+    def plan(self, turn: Turn) -> Plan:
+        """Decides how a turn goes on. Changes nothing.
+
+        Raises:
+          ChainError: see `errors`; with `on_miss="serve"` only for turns that lack the whole context.
+        """
+        if turn.chain_id is None:
+            return self._plan_unnamed(turn, "created", "cold")
+        try:
+            chain = self.find(turn.chain_id, turn.tenant)
+            return self._plan_named(turn, chain)
+        except ChainError as error:
+            if turn.append or turn.on_miss == "error" or isinstance(error, ChainBusyError):
+                raise
+            return self._plan_unnamed(turn, "recreated", error.message)
+
+    def find(self, chain_id: str, tenant: str = "") -> Chain:
+        """The chain with this id, if this tenant may see it.
+
+        Raises:
+          ChainNotFoundError, ChainGoneError.
+        """
+        chain = self.chains.get(chain_id)
+        if chain is not None and chain.tenant == tenant:
+            return chain
+        origin = self.ids.origin(chain_id)
+        if chain is not None or origin in ("forged", "foreign"):
+            raise ChainNotFoundError(f"chain {chain_id} is not known here ({origin} id)", chain_id=chain_id)
+        reason = "restart" if origin == "older" else self.tombstones.get(chain_id, "forgotten")
+        raise ChainGoneError(f"chain {chain_id} is gone ({reason})", chain_id=chain_id)
+
+    def _plan_named(self, turn: Turn, chain: Chain) -> Plan:
+        name = chain.chain_id
+        if turn.seed != chain.seed:
+            what = "fingerprint" if turn.fingerprint != chain.fingerprint else "salt"
+            raise ChainFingerprintError(f"chain {name} has another {what}", chain_id=name)
+        if chain.busy and (turn.append or turn.on_busy == "error"):
+            raise ChainBusyError(f"chain {name} has a turn under way", chain_id=name, retry_after_s=1.0)
+        ids, ledger = turn.ids, chain.ledger
+        if turn.append:
+            if turn.expected_tokens not in (None, len(ledger)):
+                text = f"chain {name} has {len(ledger)} tokens, not {turn.expected_tokens}"
+                raise ChainMismatchError(text, chain_id=name)
+            ids = np.concatenate([ledger, ids])
+        if turn.expected_digest not in (None, digest_of(ledger)):
+            raise ChainMismatchError(f"the tokens of chain {name} have another digest", chain_id=name)
+        common = common_prefix(ledger, ids)
+        if not chain.busy and common >= chain.processed < len(ids):
+            return Plan("resumed", turn, ids, chain.processed, chain, version=chain.version)
+        reason = "busy" if chain.busy else self._why(chain, ids, common)
+        if turn.append:
+            raise ChainMismatchError(f"chain {name}: {reason}", chain_id=name)
+        fits = [c.processed <= common and c.processed < len(ids) for c in chain.checkpoints]
+        best = max(
+            (i for i, ok in enumerate(fits) if ok), key=lambda i: (chain.checkpoints[i].processed, i), default=None
+        )
+        if best is not None:
+            forks = chain.busy or turn.branch == "fork"
+            reused = chain.checkpoints[best].processed
+            return Plan("forked" if forks else "rewound", turn, ids, reused, chain, best, forks, reason, chain.version)
+        if chain.busy:
+            return self._plan_unnamed(turn, "recreated", reason)
+        raise ChainMismatchError(f"chain {name}: {reason}", chain_id=name)
+
+    def _why(self, chain: Chain, ids: np.ndarray, common: int) -> str:
+        if common < min(chain.processed, len(ids)):
+            return f"diverged at token {common}: {chain.ledger[common]} was processed, {ids[common]} was sent"
+        return f"{chain.processed} tokens were processed and only {len(ids)} were sent: there is none to go on with"
+
+    def _plan_unnamed(self, turn: Turn, status: Status, reason: str) -> Plan:
+        found = self.lookup(turn.seed, turn.ids) if turn.lookup and not turn.append else None
+        if found is None:
+            return Plan(status, turn, turn.ids, reason=reason)
+        chain, checkpoint = found
+        if checkpoint is None and not chain.named:
+            return Plan("adopted", turn, turn.ids, chain.processed, chain, reason=reason, version=chain.version)
+        reused = chain.processed if checkpoint is None else chain.checkpoints[checkpoint].processed
+        return Plan("forked", turn, turn.ids, reused, chain, checkpoint, True, reason, chain.version)
+
+    def lookup(self, seed: bytes, ids: np.ndarray) -> tuple[Chain, int | None] | None:
+        """The state that has processed the longest proper prefix of `ids`: a chain, and a checkpoint or None: its head.
+
+        Ties: idle before busy, nearer tiers, most recently used, smallest id.
+
+        Args:
+          seed: see `Chain`.
+          ids: uint32 [n].
+        """
+        hashes = stride_hashes(seed, ids)
+        for stride in range(len(hashes) - 1, -1, -1):
+            found = [
+                (boundary, not chain.busy, -tier, chain.used_tick, chain, checkpoint)
+                for chain in self._buckets.get(hashes[stride], ())
+                for boundary, tier, checkpoint in _boundaries(chain)
+                if boundary // STRIDE == stride
+                and boundary < len(ids)
+                and np.array_equal(chain.ledger[stride * STRIDE : boundary], ids[stride * STRIDE : boundary])
+            ]
+            if found:
+                best = max(key[:4] for key in found)
+                *_, chain, checkpoint = min(
+                    (f for f in found if f[:4] == best), key=lambda f: (f[4].chain_id, f[5] or 0)
+                )
+                return chain, checkpoint
+        return None
+
+    # Turns.
+
+    def apply(self, plan: Plan, owner: str) -> Chain:
+        """Gives a chain to a turn: RESTORING, owned by `owner`. The payload of a fork is the caller's to copy.
+
+        Raises:
+          ChainOwnerError: the source has changed since it was planned. Nothing was changed.
+        """
+        source, turn = plan.source, plan.turn
+        if source is not None and (
+            source.version != plan.version
+            or source.state is ChainState.GONE
+            or (source.busy and plan.checkpoint is None)
+            or (plan.checkpoint is not None and plan.checkpoint >= len(source.checkpoints))
+        ):
+            raise ChainOwnerError("a plan is older than its chain", chain_id=source.chain_id)
+        self._tick += 1
+        self.counts[plan.status] += 1
+        self.counts["reused_tokens"] += plan.reused
+        self.counts["prefilled_tokens"] += len(plan.ids) - plan.reused
+        now = self._clock()
+        if source is None or plan.forks:
+            chain = Chain(self.ids.mint(), turn.seed, turn.fingerprint, turn.method, turn.tenant, ChainState.RESTORING)
+            chain.created_tick, chain.created_s = self._tick, now
+            if source is not None:
+                state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
+                chain.parent_id, chain.tier, chain.quality = source.chain_id, state.tier, state.quality
+                chain.ledger, chain.processed = source.ledger[: plan.reused], plan.reused
+                source.used_tick = self._tick
+            self.chains[chain.chain_id] = chain
+        else:
+            chain = source
+            if plan.checkpoint is not None:
+                self._rewind(chain, plan.checkpoint)
+            if turn.chain_id is not None:
+                chain.named = True
+            if chain.turns:
+                gap = max(0.0, now - chain.used_s)
+                chain.gap_s = gap if chain.gap_s is None else chain.gap_s + _GAP_SMOOTHING * (gap - chain.gap_s)
+        chain.state, chain.owner = ChainState.RESTORING, owner
+        self._touch(chain, now)
+        return chain
+
+    def _rewind(self, chain: Chain, index: int) -> None:
+        """Back to a checkpoint: later states are dropped. The ledger loses what came after."""
+        target, later = chain.checkpoints[index], chain.checkpoints[index + 1 :]
+        for payload in (chain.payload, *(c.payload for c in later)):
+            self._release(payload)
+        chain.checkpoints = [c for c in chain.checkpoints[:index] if c.processed <= target.processed]
+        chain.ledger, chain.processed = chain.ledger[: target.processed], target.processed
+        chain.payload, chain.tier, chain.quality = target.payload, target.tier, target.quality
+        self.counts["rewinds"] += 1
+
+    def start(self, chain: Chain, owner: str) -> Any:
+        """The turn got its place: takes the payload out of the record, since it is written from now on."""
+        self._check_owner(chain, owner)
+        chain.state = ChainState.ACTIVE
+        payload, chain.payload = chain.payload, None
+        chain.size = 0
+        chain.version += 1
+        return payload
+
+    def finish(
+        self,
+        chain: Chain,
+        owner: str,
+        ledger: np.ndarray,
+        processed: int,
+        payload: Any,
+        size: int = 0,
+        tier: Tier = Tier.DEVICE,
+        quality: Quality | None = None,
+    ) -> None:
+        """The turn is over and the chain IDLE.
+
+        Args:
+          chain, owner: of the turn.
+          ledger: uint32, all tokens of the conversation.
+          processed: of these, those that `payload` covers; at least as many as when the turn began.
+          payload: the rows; dropping them frees `size` in `tier`.
+          quality: what they have lost; None leaves the record.
+
+        Raises:
+          ChainOwnerError: another turn's, or tokens that the chain can't have. Nothing was changed.
+        """
+        self._check_owner(chain, owner)
+        known = chain.ledger[: chain.processed]
+        if not chain.processed <= processed <= len(ledger) or not np.array_equal(ledger[: len(known)], known):
+            raise ChainOwnerError(
+                f"{processed} of {len(ledger)} tokens can't follow {chain.processed} processed ones",
+                chain_id=chain.chain_id,
+            )
+        same = common_prefix(chain.ledger, ledger)
+        chain.ledger, chain.processed = ledger, processed
+        chain.hashes = stride_hashes(chain.seed, ledger, chain.hashes[: same // STRIDE + 1] or None)
+        chain.payload, chain.size, chain.tier = payload, size, tier
+        chain.quality = quality or chain.quality
+        chain.state, chain.owner = ChainState.IDLE, None
+        chain.turns += 1
+        self._tick += 1
+        self.counts["finished"] += 1
+        self._touch(chain, self._clock())
+
+    def unclaim(self, chain: Chain, owner: str) -> None:
+        """The turn ended before it wrote anything: the chain is as it was; one without a state is gone."""
+        self._check_owner(chain, owner)
+        if chain.state is not ChainState.RESTORING:
+            raise ChainOwnerError("a turn that has begun can't be taken back", chain_id=chain.chain_id)
+        if not chain.processed or chain.payload is None:
+            self._bury(chain, "interrupted")
+            return
+        if not chain.hashes:
+            chain.hashes = stride_hashes(chain.seed, chain.ledger)
+        chain.state, chain.owner = ChainState.IDLE, None
+        self._touch(chain, self._clock())
+
+    def fail(self, chain: Chain, owner: str, reason: str) -> None:
+        """The turn lost the state: GONE."""
+        self._check_owner(chain, owner)
+        self._bury(chain, reason)
+
+    def drop(self, chain: Chain, reason: str) -> None:
+        """Ends an idle chain. Raises ChainBusyError while a turn has it."""
+        if chain.busy:
+            raise ChainBusyError(f"chain {chain.chain_id} has a turn under way", chain_id=chain.chain_id)
+        self._bury(chain, reason)
+
+    # Payloads.
+
+    def place(self, chain: Chain, payload: Any, size: int, tier: Tier) -> None:
+        """The rows of a chain that no turn writes are somewhere else now. The old payload is the caller's."""
+        if chain.state not in (ChainState.IDLE, ChainState.RESTORING):
+            raise ChainOwnerError("only rows that nobody writes can be moved", chain_id=chain.chain_id)
+        chain.payload, chain.size, chain.tier = payload, size, tier
+        chain.version += 1
+
+    def add_checkpoint(self, chain: Chain, checkpoint: Checkpoint) -> None:
+        """Keeps an earlier state; the oldest of its kind goes if there are too many."""
+        if not 0 < checkpoint.processed <= len(chain.ledger):
+            raise ChainOwnerError("a checkpoint must be within the ledger", chain_id=chain.chain_id)
+        chain.checkpoints.append(checkpoint)
+        alike = [c for c in chain.checkpoints if c.kind == checkpoint.kind]
+        for old in alike[: len(alike) - self._max_checkpoints]:
+            chain.checkpoints.remove(old)
+            self._release(old.payload)
+        self.counts["checkpoints"] += 1
+        self._touch(chain, chain.used_s)
+
+    def drop_checkpoints(self, chain: Chain) -> int:
+        """Drops all earlier states of a chain. Returns how many there were."""
+        dropped, chain.checkpoints = chain.checkpoints, []
+        for checkpoint in dropped:
+            self._release(checkpoint.payload)
+        self._touch(chain, chain.used_s)
+        return len(dropped)
+
+    # Order of loss.
+
+    def value(self, chain: Chain, now: float) -> float:
+        """What keeping a chain is worth: chance of an early return x seconds to compute it again, per byte."""
+        gap = chain.resume_hint_s or chain.gap_s or _DEFAULT_GAP_S
+        halvings = min(1000.0, max(0.0, now - chain.used_s) / max(gap, 1e-3)) - chain.priority
+        return 2.0**-halvings * self._recompute_s(chain.processed) / max(1, chain.size)
+
+    def victims(self, tier: Tier = Tier.DEVICE) -> list[Chain]:
+        """Idle chains in `tier` that are not pinned, least valuable first; ties: oldest use, then id."""
+        now = self._clock()
+        idle = (c for c in self.chains.values() if c.state is ChainState.IDLE and c.tier is tier)
+        free = [c for c in idle if c.pinned_until_s <= now]
+        return sorted(free, key=lambda c: (self.value(c, now), c.used_tick, c.chain_id))
+
+    def expired(self) -> list[Chain]:
+        """Idle chains that outlived their ttl, longest first; pinned ones excepted."""
+        now = self._clock()
+        late = [
+            c
+            for c in self.chains.values()
+            if c.state is ChainState.IDLE
+            and c.ttl_s is not None
+            and now - c.used_s > c.ttl_s
+            and c.pinned_until_s <= now
+        ]
+        return sorted(late, key=lambda c: (c.used_s, c.used_tick, c.chain_id))
+
+    # Books.
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and what there is now."""
+        states = collections.Counter(chain.state for chain in self.chains.values())
+        return {
+            **self.counts,
+            "entries": len(self.chains),
+            "active": states[ChainState.ACTIVE] + states[ChainState.RESTORING],
+            "idle": states[ChainState.IDLE],
+            "tombstones": len(self.tombstones),
+            "tombstone_capacity": self._max_tombstones,
+            "history_tokens": sum(len(chain.ledger) for chain in self.chains.values()),
+        }
+
+    def check_integrity(self) -> None:
+        """Re-adds states, owners and the lookup table; raises ChainOwnerError."""
+        buckets: dict[bytes, set[Chain]] = {}
+        for chain_id, chain in self.chains.items():
+            owned = chain.owner is not None
+            if chain_id != chain.chain_id or chain.state is ChainState.GONE or chain.busy != owned:
+                raise ChainOwnerError(f"a {chain.state.value} chain has owner {chain.owner}", chain_id=chain_id)
+            if chain.processed > len(chain.ledger) or (chain.state is ChainState.IDLE and chain.payload is None):
+                raise ChainOwnerError("an idle chain has no rows, or more than tokens", chain_id=chain_id)
+            if chain.state is ChainState.ACTIVE and chain.payload is not None:
+                raise ChainOwnerError("a turn and the record both have the rows", chain_id=chain_id)
+            hashes = stride_hashes(chain.seed, chain.ledger)
+            for boundary, _, _ in _boundaries(chain):
+                buckets.setdefault(hashes[boundary // STRIDE], set()).add(chain)
+        if buckets != {key: set(chains) for key, chains in self._buckets.items()}:
+            raise ChainOwnerError("the lookup table does not list what the chains have processed")
+
+    def _check_owner(self, chain: Chain, owner: str) -> None:
+        if not chain.busy or chain.owner != owner:
+            raise ChainOwnerError(f"{owner} does not have the chain, {chain.owner} does", chain_id=chain.chain_id)
+
+    def _touch(self, chain: Chain, now: float) -> None:
+        """Something has changed: clock, version and lookup table."""
+        chain.used_tick, chain.used_s = self._tick, now
+        chain.version += 1
+        self._register(chain)
+
+    def _register(self, chain: Chain) -> None:
+        for key in self._keys.pop(chain, ()):
+            bucket = self._buckets[key]
+            del bucket[chain]
+            if not bucket:
+                del self._buckets[key]
+        boundaries = [] if chain.state is ChainState.GONE else _boundaries(chain)
+        if boundaries:
+            chain.hashes = stride_hashes(
+                chain.seed, chain.ledger, chain.hashes[: len(chain.ledger) // STRIDE + 1] or None
+            )
+            keys = self._keys[chain] = {chain.hashes[boundary // STRIDE] for boundary, _, _ in boundaries}
+            for key in keys:
+                self._buckets.setdefault(key, {})[chain] = None
+
+    def _bury(self, chain: Chain, reason: str) -> None:
+        payloads = [chain.payload, *(c.payload for c in chain.checkpoints)]
+        chain.state, chain.owner, chain.reason = ChainState.GONE, None, reason
+        chain.payload, chain.checkpoints = None, []
+        self._touch(chain, chain.used_s)
+        del self.chains[chain.chain_id]
+        self.tombstones[chain.chain_id] = reason
+        while len(self.tombstones) > self._max_tombstones:
+            self.tombstones.popitem(last=False)
+        self.counts[f"gone_{reason}"] += 1
+        for payload in payloads:
+            if payload is not None:
+                self._release(payload)
+
+
+def _boundaries(chain: Chain) -> list[tuple[int, Tier, int | None]]:
+    """(tokens processed, tier, checkpoint or None) of each state from which a turn could go on."""
+    head = [(chain.processed, chain.tier, None)] if chain.state is ChainState.IDLE else []
+    return head + [(c.processed, c.tier, i) for i, c in enumerate(chain.checkpoints)]
