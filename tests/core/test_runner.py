@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from sparsejax import registry, sampling, steps
-from sparsejax.plans import DecodeRow, ForkRow, MaintainRow, PrefillRow, SamplingRow
+from sparsejax.plans import DecodeRow, ForkRow, MaintainRow, PrefillRow, SamplingRow, UnparkRow
 from sparsejax.runner import DeviceRunner, LateCompileError
+from sparsejax.state import IN_PROMPT
 from tests.contracts.compositions import small, start
 from tests.core.harness import TINY, tiny_weights, tokens_of
 
@@ -142,6 +143,10 @@ def test_nothing_compiles_while_rows_cross_page_and_budget_boundaries(runner):
     runner.fork(NAME, ForkRow(1, 2, table, ()))
     pages = np.asarray([[driver.rows[3].pages]], np.int32)
     runner.import_row(NAME, 3, pages, runner.export_row(NAME, 3, pages))
+    parked = runner.import_parked(NAME, pages, runner.export_parked(NAME, pages, runner.park(NAME, 3)))
+    lengths, seen = np.full((1, 1), driver.rows[3].length, np.int32), np.asarray(tokens_of(3, 1), np.int32)
+    runner.unpark(NAME, UnparkRow(3, pages, lengths, seen, parked))
+    runner.copy_pages(NAME, ((1, 2),))
     runner.setup_row(2, ((5, 1.0),), (3,))
     assert compilations.count == 0
     assert runner.num_late_compiles == 0
@@ -289,6 +294,48 @@ def test_swapped_and_forked_rows_go_on(runner):
     assert rest == wanted[6:]
     with pytest.raises(ValueError, match="head-pages"):
         runner.import_row(NAME, 3, np.asarray([[pages[:-1]]], np.int32), swapped)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "swapped", "copy"])
+def test_a_parked_row_goes_on_as_if_it_had_stayed(runner, tier):
+    """Turn 2 of a conversation, in another row, after others had the first one."""
+    session, driver = start(NAME), Driver(runner)
+    session.generate(1, LONG, 6)
+    answer = driver.generate({1: LONG}, 6)[1]
+    session.decode([1], [answer[-1]])
+    logits = session.prefill({1: SHORT}, first=False)[1]
+    expected = [logits.argmax(), *(session.decode([1])[0].argmax() for _ in range(4))]
+
+    driver.decode([1])  # the last token of the answer; what it samples is dropped
+    record = driver.rows.pop(1)
+    pages = np.asarray([[record.pages]], np.int32)
+    swapped = runner.export_row(NAME, 1, pages) if tier == "swapped" else None
+    parked = runner.park(NAME, 1)
+    driver.generate({1: SHORT}, 3)
+    if tier in ("host", "swapped"):
+        swapped = swapped or runner.export_parked(NAME, pages, parked)
+        driver.free += record.pages
+        driver.generate({2: LONG}, 3)  # on the pages
+        record.pages = [driver.free.pop() for _ in record.pages]
+        parked = runner.import_parked(NAME, np.asarray([[record.pages]], np.int32), swapped)
+    elif tier == "copy":
+        copies = [driver.free.pop() for _ in record.pages]
+        runner.copy_pages(NAME, tuple(zip(record.pages, copies, strict=True)))
+        driver.free += record.pages
+        record.pages = copies
+        driver.generate({2: LONG}, 3)
+    seen, lengths = np.asarray([*LONG, *answer], np.int32), np.full((1, 1), record.length, np.int32)
+    runner.setup_row(3, (), ())
+    runner.unpark(NAME, UnparkRow(3, np.asarray([[record.pages]], np.int32), lengths, seen, parked))
+    driver.rows[3], record.since = record, 0
+    plan = PrefillRow(3, np.asarray(SHORT, np.int32), False, True, BEST, driver._grow(3, len(SHORT)))
+    tickets = [runner.prefill(NAME, [plan])]
+    driver._maintain(3, "prompt")
+    record.since = 0
+    tickets += [driver.decode([3]) for _ in range(4)]
+    assert [int(ticket.result().tokens[0]) for ticket in tickets] == expected
+    counts = np.asarray(runner.state.counts[3])
+    assert set(np.flatnonzero(counts & IN_PROMPT).tolist()) == {*seen.tolist(), *SHORT}
 
 
 def test_plans_that_do_not_fit_are_refused(runner):
