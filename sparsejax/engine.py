@@ -154,9 +154,12 @@ class Engine:
         """Ends every unfinished choice with reason "cancelled". Does nothing if the request is unknown or finished."""
         self._inbox.put(("cancel", request_id))
 
-    def stop(self, request_id: str, index: int = 0) -> None:
-        """Ends one choice with reason "stop", because its consumer found a stop string. Else like `cancel`."""
-        self._inbox.put(("stop", request_id, index))
+    def stop(self, request_id: str, index: int = 0, visible_tokens: int | None = None) -> None:
+        """Ends one choice with reason "stop", because its consumer found a stop string. Else like `cancel`.
+
+        `visible_tokens` of its output lie before the stop string, whole: a chain goes on behind them.
+        """
+        self._inbox.put(("stop", request_id, index, visible_tokens))
 
     @property
     def snapshot(self) -> EngineSnapshot:

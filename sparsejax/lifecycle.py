@@ -20,6 +20,7 @@ import numpy as np
 
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
+from sparsejax.chains import Chains
 from sparsejax.errors import CacheTooSmallError, RequestError
 from sparsejax.launches import Launches, RunnerError, call_runner
 from sparsejax.memory import Memory, SwapSpace
@@ -63,6 +64,7 @@ class Lifecycle:
         self.clock = clock
         self.memory = Memory(self.limits)
         self.swap = SwapSpace(self.settings.swap_bytes)
+        self.chains = Chains(runner, self.memory, self.settings, clock)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
@@ -83,8 +85,16 @@ class Lifecycle:
         return admissible(request, self.limits, self.memory, self.planner.max_chunk, on_event)
 
     def add(self, group: Group) -> None:
-        """Queues a prepared request."""
+        """Queues a prepared request. One with a chain gets it now, or ends with the reason why it can't."""
         self.groups[group.request_id] = group
+        if group.request.chain is not None:
+            (seq,) = group.choices
+            try:
+                self.chains.claim(group)
+            except RequestError as error:
+                self._finish(seq, "error", error=error)
+                return
+            self._emit(group, TokenEvent(group.request_id, 0, chain=self.chains.report(seq)))
         self.waiting.extend(group.choices)
 
     def cancel(self, request_id: str) -> None:
@@ -93,11 +103,11 @@ class Lifecycle:
         for seq in group.choices if group else ():
             self._finish(seq, "cancelled")
 
-    def stop(self, request_id: str, index: int) -> None:
-        """Ends one choice as "stop": its consumer saw a stop string."""
+    def stop(self, request_id: str, index: int, visible_tokens: int | None = None) -> None:
+        """Ends one choice as "stop": its consumer saw a stop string, behind so many whole tokens of the output."""
         group = self.groups.get(request_id)
         if group and 0 <= index < len(group.choices):
-            self._finish(group.choices[index], "stop")
+            self._finish(group.choices[index], "stop", visible=visible_tokens)
 
     def fail_all(self, error: Exception) -> None:
         """Ends everything with an error event. The device is not touched any more, and the books may be wrong."""
@@ -122,6 +132,8 @@ class Lifecycle:
             raise IntegrityError("a finished choice is still queued")
         if live - queued - {id(seq) for launch in self.launches for seq, _ in launch.rows}:
             raise IntegrityError("a choice is lost: neither queued, nor on a row, nor in flight")
+        live_chains = {s.group.request_id: s for g in self.groups.values() for s in g.choices if s.chain is not None}
+        self.chains.check_integrity(live_chains)
         if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
             raise IntegrityError("the swap space is miscounted")
 
@@ -136,7 +148,8 @@ class Lifecycle:
         """Gives a waiting or swapped-out choice a row, if there is room for it and its decode window."""
         # Those who were preempted before must have room for longer, so nobody is swapped in and out for ever.
         window = self._window() << min(seq.preemptions, 16)
-        if not self.memory.admit(seq, window, window if self.running else 1):
+        claimed = seq.chain is not None and not seq.begun
+        if not self._find_room(seq, window, window if self.running else 1, claimed):
             return False
         group = seq.group
         (self.waiting if seq.swapped is None else self.swapped).remove(seq)
@@ -146,7 +159,24 @@ class Lifecycle:
             self.swap.take(swapped.nbytes)
             assert seq.pages is not None
             call_runner(self.runner.import_row, group.method, seq.row, seq.pages.padded(-1), swapped)
+        if claimed:
+            self.chains.begin(seq)
         return True
+
+    def _find_room(self, seq: Sequence, window: int, least: int, claimed: bool) -> bool:
+        """Gives a choice row and pages, taking them from idle chains if these have enough."""
+        if not self.memory.free_rows:
+            return False
+        while True:
+            if claimed:
+                self.chains.lend(seq)
+            if self.memory.admit(seq, window, least):
+                return True
+            missing = self.memory.missing(seq, least) if self.chains.index.chains else 0
+            if claimed:
+                self.chains.unlend(seq)
+            if not 0 < missing + 1 <= self.chains.reclaimable(seq) or not self.chains.reclaim(seq.chain, claimed):
+                return False
 
     def _seat(self, seq: Sequence) -> None:
         """A choice got a row."""
@@ -179,6 +209,8 @@ class Lifecycle:
 
     def _relieve(self, seq: Sequence, purpose: str) -> None:
         """Frees pages by swapping somebody out. If there is nobody, `seq` can't go on and ends."""
+        if self.chains.reclaim():
+            return
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
@@ -191,6 +223,7 @@ class Lifecycle:
         When swap space is short, rows that can be rebuilt in prompt chunks go before those that retrace their steps.
         """
         rows = sorted(self.running, key=age)[1:]
+        rows = [seq for seq in rows if not seq.base or self._swappable(seq)]
         costs = {id(seq): (not self._swappable(seq), not self._swappable(seq) and not chunkable(seq)) for seq in rows}
         return min(reversed(rows), key=lambda seq: costs[id(seq)], default=None)
 
@@ -213,6 +246,9 @@ class Lifecycle:
         if seq.swapped is not None:
             seq.state = State.SWAPPED
             self.swapped.append(seq)
+        elif seq.base:  # its earlier turns can't be repeated as they were
+            self._finish(seq, "error", error=self._no_room(seq, "a conversation"))
+            return
         else:
             # Tokens that are in flight still count when they arrive: the same seed and position sample them again.
             seq.rebuilt = seq.rebuilt or seq.computed > 0
@@ -246,6 +282,14 @@ class Lifecycle:
             self.running.remove(seq)
         self.memory.release(seq)
 
+    def _rest(self, seq: Sequence) -> None:
+        """All steps of a chain's turn are submitted: its row is free, its pages wait for the last tokens to arrive."""
+        if seq.row and seq.begun and seq.exhausted and not seq.phase_due and not seq.replaying:
+            self.note_usage(seq)
+            seq.parked = call_runner(self.runner.park, seq.group.method, seq.row)
+            self.running.remove(seq)
+            self.memory.vacate(seq)
+
     def _finish(
         self,
         seq: Sequence,
@@ -254,6 +298,7 @@ class Lifecycle:
         logprobs: tuple[TokenLogprob, ...] | None = None,
         stop_reason: int | None = None,
         error: Exception | None = None,
+        visible: int | None = None,
     ) -> None:
         """Ends a choice wherever it is: everything it owned is free, and its last event is out. Idempotent."""
         if seq.state is State.FINISHED:
@@ -262,9 +307,15 @@ class Lifecycle:
         for queue in (self.waiting, self.swapped):
             if seq in queue:
                 queue.remove(seq)
-        if seq.swapped is not None:
-            self.swap.take(seq.swapped.nbytes)
-            seq.swapped = None
+        if seq.row:
+            self.note_usage(seq)
+        try:
+            if seq.chain is not None:
+                self.chains.retire(seq, reason, visible)
+        finally:
+            if seq.swapped is not None:
+                self.swap.take(seq.swapped.nbytes)
+                seq.swapped = None
         try:
             self._leave(seq)
         finally:
@@ -275,7 +326,8 @@ class Lifecycle:
             if seq.output:
                 self._mean_output_tokens += 0.1 * (len(seq.output) - self._mean_output_tokens)
             self.metrics.finished(group.request, seq.index, reason, stats)
-            event = TokenEvent(group.request_id, seq.index, tokens, logprobs, reason, stop_reason, error, stats)
+            report = self.chains.report(seq) if seq.chain is not None else None
+            event = TokenEvent(group.request_id, seq.index, tokens, logprobs, reason, stop_reason, error, stats, report)
             self._emit(group, event)
             if group.finished:
                 del self.groups[group.request_id]
@@ -321,8 +373,10 @@ class Lifecycle:
         pages, facts, phase = seq.pages, seq.group.facts, seq.phase_due
         assert pages is not None
         assert phase is not None
-        done = seq.computed - (seq.prefill_len if phase in ("token", "pressure") else 0)
-        kept = self.memory.kept(facts, phase, pages.lengths) if facts.may_evict(phase, done) else None
+        done = seq.computed - (seq.prefill_len if phase in ("token", "pressure") else seq.base)
+        stays = phase == "prompt" and seq.base > 0 and facts.replays_prompts
+        due = facts.may_evict(phase, done) and not stays
+        kept = self.memory.kept(facts, phase, pages.lengths) if due else None
         observed = seq.computed - seq.observed_from
         if kept is not None and facts.most_counted(phase, pages.lengths):
             if seq.counts is None:

@@ -32,6 +32,7 @@ class Memory:
         self.pool = PagePool(limits.geometry, limits.num_sequence_pages)
         self.free_rows = list(range(limits.num_rows, 0, -1))
         self.holders: dict[int, Sequence] = {}  # by row
+        self.shelf: dict[int, RowPages] = {}  # pages that are held without a row, by id of their table
         self._kept: dict[tuple[str, str, bytes], np.ndarray | None] = {}  # asked for every row in every step
 
     # What a row needs, from integers alone.
@@ -83,6 +84,8 @@ class Memory:
             kept = self.kept(facts, "prompt", held)
             start = held if kept is None else kept + self._slack(facts)
         rows = np.maximum(held, self.peak(facts, start, left, window))
+        if seq.base and facts.replays_prompts:
+            rows = held + left + window  # what is appended to such a row is not compacted behind its prompt
         replays = seq.group.replays[seq.replayed :]
         return np.maximum(rows, held + left + max(replays)) if replays else rows
 
@@ -97,20 +100,30 @@ class Memory:
                 needs += seq.compaction_pages
         return needs
 
-    def pages_alone(self, facts: MethodFacts, prompt_tokens: int, max_tokens: int) -> int:
-        """Pages that must exist for this request to run, even alone: its peak and one compaction."""
-        peak = self.peak(facts, None, prompt_tokens, max_tokens - 1)
+    def pages_alone(
+        self, facts: MethodFacts, prompt_tokens: int, max_tokens: int, lengths: np.ndarray | None = None
+    ) -> int:
+        """Pages that must exist for this request to run, even alone: its peak and one compaction.
+
+        `lengths` are the rows that its chain holds already; then `prompt_tokens` are appended to them.
+        """
+        peak = self.peak(facts, lengths, prompt_tokens, max_tokens - 1)
+        if lengths is not None:
+            if facts.replays_prompts:
+                peak = lengths + prompt_tokens + max_tokens - 1
+            tail = peak.size * (self.geometry.page_size > 1)  # a last page that another chain reads too
+            return self._pages(peak) + self._compaction_pages(facts, peak) + tail
         longest = max(facts.replay_lengths(prompt_tokens), default=0)
         held = np.maximum(peak, prompt_tokens + longest) if longest else peak
         return self._pages(held) + self._compaction_pages(facts, peak)
 
-    def most_tokens(self, facts: MethodFacts, prompt_tokens: int, limit: int) -> int:
+    def most_tokens(self, facts: MethodFacts, prompt_tokens: int, limit: int, lengths: np.ndarray | None = None) -> int:
         """The most tokens, up to `limit`, that a request could generate alone on this pool; 0 if none."""
         capacity = self.pool.capacity(facts.granularity)
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
-            if self.pages_alone(facts, prompt_tokens, middle) <= capacity:
+            if self.pages_alone(facts, prompt_tokens, middle, lengths) <= capacity:
                 low = middle
             else:
                 high = middle - 1
@@ -148,6 +161,27 @@ class Memory:
                 return False
             window = max(least, window // 2)
 
+    def missing(self, seq: Sequence, window: int) -> int:
+        """Head-pages that must at least come free before `reserve` can promise `window` tokens."""
+        facts = seq.group.facts
+        self._set_compaction(seq)
+        lengths = seq.pages.lengths if seq.pages else seq.swapped_lengths
+        promises, compaction = self._promised(seq)
+        wanted = {g: promises[g] + compaction[g] for g in Granularity}
+        wanted[facts.granularity] += self._needs(seq, min(window, seq.decode_left), lengths)
+        wanted[facts.granularity] -= seq.pages.count if seq.pages else 0
+        return sum(n * self.geometry.head_pages_per_page(g) for g, n in wanted.items()) - self.pool.free_head_pages
+
+    def _set_compaction(self, seq: Sequence) -> None:
+        """Sizes the largest compaction of a choice that has no row."""
+        group, facts = seq.group, seq.group.facts
+        if seq.base:
+            lengths = seq.pages.lengths if seq.pages else seq.swapped_lengths
+            peak = self.peak(facts, lengths, max(0, seq.prefill_len - seq.computed), max(0, seq.decode_left))
+        else:
+            peak = self.peak(facts, None, len(group.prompt), group.max_tokens - 1)
+        seq.compaction_pages = self._compaction_pages(facts, peak)
+
     def tighten(self) -> None:
         """Cuts every decoding row's window down to its next step."""
         for seq in self.holders.values():
@@ -172,12 +206,11 @@ class Memory:
         """Gives the choice a row and a reservation, if both can be had. A swapped choice gets its pages too."""
         if not self.free_rows:
             return False
-        group = seq.group
-        peak = self.peak(group.facts, None, len(group.prompt), group.max_tokens - 1)
-        seq.compaction_pages = self._compaction_pages(group.facts, peak)
+        self._set_compaction(seq)
         if not self.reserve(seq, window, least):
             return False
-        seq.pages = RowPages(self.pool, group.facts.granularity)
+        if seq.pages is None:
+            seq.pages = RowPages(self.pool, seq.group.facts.granularity)
         if seq.swapped_lengths is not None:
             seq.pages.restore(seq.swapped_lengths)
             seq.swapped_lengths = None
@@ -215,9 +248,26 @@ class Memory:
         seq.row = self.free_rows.pop()
         self.holders[seq.row] = seq
 
+    def put_aside(self, pages: RowPages) -> None:
+        """From now on these pages are held without a row."""
+        self.shelf[id(pages)] = pages
+
+    def take_up(self, pages: RowPages) -> None:
+        """A row holds them, or nobody will."""
+        self.shelf.pop(id(pages), None)
+
+    def vacate(self, seq: Sequence) -> None:
+        """Gives row and promise back; the pages stay the choice's."""
+        assert seq.pages is not None
+        pages, seq.pages = seq.pages, None
+        self.release(seq)
+        seq.pages = pages
+        self.put_aside(pages)
+
     def release(self, seq: Sequence) -> None:
         """Gives row, pages and promise back. Idempotent."""
         if seq.pages is not None:
+            self.take_up(seq.pages)
             seq.pages.release()
             seq.pages = None
         if seq.row:
@@ -232,6 +282,7 @@ class Memory:
         if rows != list(range(1, self.limits.num_rows + 1)):
             raise IntegrityError(f"rows are lost or owned twice: {rows}")
         tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]
+        tables += self.shelf.values()
         self.pool.check_integrity((pages.granularity, pages.held()) for pages in tables)
         for pages in tables:
             if (pages.columns_of(pages.lengths) != pages.columns).any() or pages.count != pages.columns.sum():
@@ -249,6 +300,10 @@ class SwapSpace:
     def has_room(self, method: str, pages: int) -> bool:
         """True if a row of so many pages is expected to fit."""
         return self.used_bytes + pages * self._page_bytes.get(method, 0.0) < self.capacity_bytes
+
+    def fits(self, nbytes: int) -> bool:
+        """True if so many bytes are free."""
+        return self.used_bytes + nbytes <= self.capacity_bytes
 
     def put(self, method: str, pages: int, nbytes: int) -> bool:
         """Takes the bytes of a row, or returns False if they don't fit."""

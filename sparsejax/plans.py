@@ -311,6 +311,7 @@ class RunnerLimits:
       prefill_buckets: allowed (rows, chunk tokens) shapes.
       eos_ids: ids that end a text.
       methods: served methods by name; the first is the default.
+      identity: digest of all else that makes rows comparable: weights, storage, knobs of the methods, tokenizer.
     """
 
     geometry: Geometry
@@ -321,6 +322,7 @@ class RunnerLimits:
     prefill_buckets: tuple[tuple[int, int], ...]
     eos_ids: tuple[int, ...]
     methods: Mapping[str, MethodFacts]
+    identity: str = ""
 
 
 class Runner(Protocol):

@@ -139,6 +139,82 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChainOptions:
+    """How a request uses the Chain Cache: conversations that keep their compressed memory between turns.
+
+    Attributes:
+      chain_id: the chain to continue; None looks for one if `lookup`, else begins one.
+      append: the prompt is only what comes after the chain's tokens.
+      lookup: without an id, go on from the longest known prefix.
+      on_miss: "serve" computes the whole context again where a chain can't be continued, "error" refuses.
+      on_busy: "fork" leaves a chain to its other turn, "error" refuses.
+      branch: an edited context goes on from a checkpoint: "fork" leaves the chain as it is, "rewind" cuts it.
+      salt, tenant: chains are found by the same ones only.
+      expected_tokens, expected_digest: what the client believes the chain's tokens to be (see `cache.chain.digest_of`).
+      priority: each one doubles what keeping the chain is worth.
+      ttl_s: idle longer, it may be dropped; None is the engine's.
+      expected_resume_s: when the client thinks that the next turn comes.
+    """
+
+    chain_id: str | None = None
+    append: bool = False
+    lookup: bool = True
+    on_miss: Literal["serve", "error"] = "serve"
+    on_busy: Literal["fork", "error"] = "fork"
+    branch: Literal["fork", "rewind"] = "fork"
+    salt: str = ""
+    tenant: str = ""
+    expected_tokens: int | None = None
+    expected_digest: bytes | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+    expected_resume_s: float | None = None
+
+    def validate(self) -> None:
+        """Raises RequestError naming the field."""
+        for name, choices in (
+            ("on_miss", ("serve", "error")),
+            ("on_busy", ("fork", "error")),
+            ("branch", ("fork", "rewind")),
+        ):
+            if getattr(self, name) not in choices:
+                raise RequestError(f"{name} must be one of {', '.join(choices)}", param=name)
+        if self.append and not self.chain_id:
+            raise RequestError("append needs a chain_id", param="chain_id")
+        _integer("priority", self.priority, -100, 100)
+        for name in ("ttl_s", "expected_resume_s"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainReport:
+    """What became of a request's chain.
+
+    Attributes:
+      chain_id: to continue with.
+      status: "created", "resumed", "recreated", "forked", "adopted" or "rewound".
+      parent_id: the chain it was forked from.
+      reused_tokens, prefilled_tokens: of the prompt.
+      reason: why less was reused than could have been.
+      processed_tokens: after the turn; 0 while it is under way.
+      state: "active", "idle", or "gone" with `gone_reason`.
+      quality: what has been lost so far, by name (see `cache.chain.Quality`).
+    """
+
+    chain_id: str
+    status: str
+    parent_id: str | None = None
+    reused_tokens: int = 0
+    prefilled_tokens: int = 0
+    reason: str | None = None
+    processed_tokens: int = 0
+    state: str = "active"
+    gone_reason: str | None = None
+    quality: Mapping[str, int | bool] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """One prompt to continue.
 
@@ -148,6 +224,7 @@ class Request:
       params: sampling parameters.
       sparse_method: method name or composition served by this engine; None takes the engine's default.
       arrival_s: `time.monotonic()` at arrival.
+      chain: use of the Chain Cache; None keeps nothing.
     """
 
     request_id: str
@@ -155,12 +232,17 @@ class Request:
     params: SamplingParams
     sparse_method: str | None = None
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    chain: ChainOptions | None = None
 
     def validate(self, vocab_size: int) -> None:
         if not self.prompt_ids:
             raise RequestError("the prompt is empty; give at least one token", param="prompt")
         check_token_ids(self.prompt_ids, vocab_size, "prompt")
         self.params.validate(vocab_size)
+        if self.chain is not None:
+            self.chain.validate()
+            if self.params.n != 1:
+                raise RequestError(f"a chain goes on in one way: n must be 1, not {self.params.n}", param="n")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -228,6 +310,7 @@ class TokenEvent:
       stop_reason: the stop token id that ended it, if one did (None for end-of-sequence).
       error: what went wrong when `finish_reason` is "error".
       stats: set on the last event.
+      chain: set on the last event of a request with a chain, and on its first one, which has no token.
     """
 
     request_id: str
@@ -238,3 +321,4 @@ class TokenEvent:
     stop_reason: int | None = None
     error: Exception | None = None
     stats: RequestStats | None = None
+    chain: ChainReport | None = None

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparsejax.cache.chain import Chain
 from sparsejax.cache.pages import PagePool
 from sparsejax.geometry import Granularity
-from sparsejax.plans import CountTicket, MethodFacts, SamplingRow, SwappedRow
+from sparsejax.plans import CountTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the choices of one request get distinct seeds
@@ -60,6 +61,11 @@ class RowPages:
     def length(self) -> int:
         """Rows of a head, on average."""
         return self.lengths.item() if self.lengths.size == 1 else round(float(self.lengths.mean()))
+
+    @property
+    def head_pages(self) -> int:
+        """Head-pages held."""
+        return self.count * self._pool.geometry.head_pages_per_page(self.granularity)
 
     def columns_of(self, lengths: np.ndarray) -> np.ndarray:
         """Pages that hold so many rows in each head."""
@@ -173,6 +179,10 @@ class RowPages:
         self.lengths = lengths.copy()
         self.room = int((self.columns * self.page_size - self.lengths).min())
 
+    def refresh_shared(self) -> None:
+        """Looks whether another row really holds some of the pages."""
+        self.shared = bool((self._pool.references(self.granularity, self.held()) > 1).any())
+
     def release(self) -> None:
         """Gives every page up. Idempotent."""
         held = self.held()
@@ -282,6 +292,10 @@ class Sequence:
       window_end: the reservation covers decoding up to this many dispatched tokens.
       compaction_pages: most fresh pages that one compaction of this row needs.
       served_s: when the choice last got prefill work, or began to wait.
+      chain, chain_status, chain_reason: the conversation that it continues, and how.
+      base: tokens of the prompt that were processed in earlier turns.
+      begun: the chain's rows are the choice's own, if it has a chain.
+      parked: its state, once all steps of a chain's turn are submitted and it has left its row.
     """
 
     def __init__(self, group: Group, index: int, seed: int) -> None:
@@ -312,6 +326,12 @@ class Sequence:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.chain: Chain | None = None
+        self.chain_status = ""
+        self.chain_reason: str | None = None
+        self.base = 0
+        self.begun = False
+        self.parked: ParkedRow | None = None
         self.resident_tokens = 0  # as last known: kept for the stats when the pages are gone
         self.read_tokens = 0
 
@@ -376,6 +396,7 @@ class Sequence:
         first = now if self.first_token_s is None else self.first_token_s
         return RequestStats(
             prompt_tokens=len(self.group.prompt),
+            cached_tokens=self.base,
             completion_tokens=len(self.output),
             queue_s=admitted - arrival,
             prefill_s=first - admitted,

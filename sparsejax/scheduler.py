@@ -39,8 +39,10 @@ class Scheduler(Lifecycle):
         while self.launches.due(self.step_number - self.settings.max_inflight_steps):
             self._collect()
         self._expire()
+        self.chains.expire()
         for seq in [seq for seq in self.running if seq.phase_due]:
             self._settle(seq)
+            self._rest(seq)
         self._renew_windows()
         progress = self._decode()
         progress = self._prefill() or progress
@@ -87,11 +89,11 @@ class Scheduler(Lifecycle):
         """
         window, tight = self._window(), False
         for seq in sorted(self.running, key=age):
-            while seq.row and seq.state is State.DECODE and self.memory.must_renew(seq):
+            while seq.row and seq.state is State.DECODE and not seq.exhausted and self.memory.must_renew(seq):
                 if self.memory.reserve(seq, window, 1):
                     break
                 if tight:
-                    if not self._squeeze():
+                    if not self.chains.reclaim() and not self._squeeze():
                         self._relieve(seq, "the next token")
                 else:
                     self.memory.tighten()
@@ -103,7 +105,7 @@ class Scheduler(Lifecycle):
         """Submits a step for every decoding row. Returns whether there was one."""
         by_method: dict[str, list[Sequence]] = {}
         for seq in self.running:
-            if seq.state is State.DECODE:
+            if seq.state is State.DECODE and not seq.exhausted:
                 by_method.setdefault(seq.group.method, []).append(seq)
         largest, progress = self.limits.decode_buckets[-1], False
         for method, seqs in by_method.items():
@@ -265,7 +267,10 @@ class Scheduler(Lifecycle):
         return [seq for seq, _ in planned]
 
     def _after_step(self, seq: Sequence) -> None:
-        if seq.row and seq.exhausted:
+        if seq.chain is not None:
+            self._settle(seq)
+            self._rest(seq)
+        elif seq.row and seq.exhausted:
             self._leave(seq)  # the last token is under way: nothing will read this row again
         else:
             self._settle(seq)

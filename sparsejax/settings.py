@@ -30,6 +30,13 @@ class EngineSettings:
     swap_bytes: int = _setting(
         4 << 30, "host memory for swapped-out requests; beyond it they are recomputed", 0, unit="B"
     )
+    chain_host_bytes: int = _setting(4 << 30, "host memory for idle chains that the cache has no room for", 0, unit="B")
+    chain_ttl_s: float = _setting(
+        3600.0, "idle time after which a chain goes a tier down, at last away", 0.001, unit="s"
+    )
+    chain_checkpoints: int = _setting(
+        2, "states at turn ends that a chain keeps, its last one included; 0 for none", 0, 16
+    )
     status_interval_s: float = _setting(10.0, "time between status lines in the log", 0.001, unit="s")
 
     def __post_init__(self) -> None:

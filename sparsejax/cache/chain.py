@@ -211,6 +211,7 @@ class Chain:
       named: a client knows its id.
       created_tick, used_tick: logical clock.
       created_s, used_s: seconds of the index's clock.
+      placed_s: when its rows last went to another tier.
       gap_s: smoothed time between turns, None before the second one.
       resume_hint_s, priority, ttl_s, pinned_until_s: what its client says of it.
       version: counts changes, so a plan can tell that it is old.
@@ -238,6 +239,7 @@ class Chain:
     used_tick: int = 0
     created_s: float = 0.0
     used_s: float = 0.0
+    placed_s: float = float("-inf")
     gap_s: float | None = None
     resume_hint_s: float | None = None
     priority: int = 0

@@ -373,6 +373,7 @@ class ChainIndex:
         if chain.state not in (ChainState.IDLE, ChainState.RESTORING):
             raise ChainOwnerError("only rows that nobody writes can be moved", chain_id=chain.chain_id)
         chain.payload, chain.size, chain.tier = payload, size, tier
+        chain.placed_s = self._clock()
         chain.version += 1
 
     def add_checkpoint(self, chain: Chain, checkpoint: Checkpoint) -> None:
@@ -410,15 +411,14 @@ class ChainIndex:
         free = [c for c in idle if c.pinned_until_s <= now]
         return sorted(free, key=lambda c: (self.value(c, now), c.used_tick, c.chain_id))
 
-    def expired(self) -> list[Chain]:
-        """Idle chains that outlived their ttl, longest first; pinned ones excepted."""
+    def expired(self, ttl_s: float) -> list[Chain]:
+        """Idle chains that outlived their ttl (`ttl_s` if they have none), longest first; pinned ones excepted."""
         now = self._clock()
         late = [
             c
             for c in self.chains.values()
             if c.state is ChainState.IDLE
-            and c.ttl_s is not None
-            and now - c.used_s > c.ttl_s
+            and now - max(c.used_s, c.placed_s) > (ttl_s if c.ttl_s is None else c.ttl_s)
             and c.pinned_until_s <= now
         ]
         return sorted(late, key=lambda c: (c.used_s, c.used_tick, c.chain_id))

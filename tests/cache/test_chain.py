@@ -377,7 +377,7 @@ def test_27_victims() -> None:
     assert a not in box.index.victims()
     box.complete(a, owner, [*a.ledger.tolist(), 5, 6])
     b.ttl_s = c.ttl_s = 10.0
-    assert box.index.expired() == [b, c]
+    assert box.index.expired(1e9) == [b, c]
     box.index.place(b, b.payload, 1, Tier.HOST)
     assert b not in box.index.victims()
     assert box.index.victims(Tier.HOST) == [b]

@@ -1,0 +1,441 @@
+"""Conversations between their turns: where their rows are, how a turn gets them, and what comes back at its end.
+
+`cache.chain_index` decides which chain a turn continues; this module moves the rows. A turn claims its chain when it is
+queued, so nobody else can have it, and takes the rows when it gets a row: until then they can still go to the host, as
+those of idle chains can when the cache has no room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+
+from sparsejax.admission import most_tokens
+from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
+from sparsejax.cache.chain_index import ChainIndex, Plan, Turn
+from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
+from sparsejax.errors import ChainOwnerError
+from sparsejax.launches import call_runner
+from sparsejax.memory import Memory, SwapSpace
+from sparsejax.plans import ParkedRow, Runner, SwappedRow, UnparkRow
+from sparsejax.request import ChainReport, FinishReason
+from sparsejax.rows import Group, RowPages, Sequence, ceil_div
+from sparsejax.settings import EngineSettings
+
+log = logging.getLogger("sparsejax.engine")
+
+STATE_FORMAT = 1
+"""Changes when rows of older versions can't be read."""
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceRows:
+    """Rows of a chain in the pool. Owns one reference of each page."""
+
+    method: str
+    pages: RowPages
+    parked: ParkedRow
+
+
+@dataclasses.dataclass(eq=False)
+class HostRows:
+    """Rows of a chain in host memory: `lengths` of them, of which the newest `extra` are to be taken back."""
+
+    method: str
+    num_pages: int
+    swapped: SwappedRow
+    lengths: np.ndarray
+    extra: int = 0
+
+
+class Chains:
+    """The chains of one engine. The engine thread's.
+
+    Args:
+      runner: moves rows.
+      memory: rows and pages.
+      settings: budgets.
+      clock: seconds, monotonic.
+      ids: issues chain ids.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        memory: Memory,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        ids: ChainIds | None = None,
+    ) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._settings = settings
+        self._clock = clock
+        self.host = SwapSpace(settings.chain_host_bytes)
+        self.index = ChainIndex(
+            ids or ChainIds(secrets.token_bytes(32)),
+            self._release,
+            clock,
+            max_checkpoints=max(1, settings.chain_checkpoints),
+        )
+        self._fingerprints: dict[str, bytes] = {}
+        self._expired_s = clock()
+
+    def fingerprint(self, method: str) -> bytes:
+        """Of what a method makes on this engine."""
+        if method not in self._fingerprints:
+            limits, facts = self._runner.limits, self._runner.limits.methods[method]
+            fields = {
+                "state_format": STATE_FORMAT,
+                "identity": limits.identity,
+                "geometry": {k: str(v) for k, v in dataclasses.asdict(limits.geometry).items()},
+                "vocab_size": limits.vocab_size,
+                "method": facts.name,
+                "granularity": facts.granularity.value,
+                "chunks": [list(b) for b in limits.prefill_buckets] if facts.chunk_dependent else None,
+            }
+            self._fingerprints[method] = fingerprint(fields)
+        return self._fingerprints[method]
+
+    # A turn begins.
+
+    def claim(self, group: Group) -> None:
+        """Gives a queued request its chain. Raises RequestError with nothing changed."""
+        options, seq = group.request.chain, group.choices[0]
+        assert options is not None
+        prints = self.fingerprint(group.method)
+        turn = Turn(
+            as_ids(group.prompt.astype(np.uint32)),
+            seed_of(prints, options.salt, options.tenant),
+            prints,
+            group.method,
+            options.tenant,
+            options.chain_id or None,
+            options.append,
+            options.lookup,
+            options.on_miss,
+            options.on_busy,
+            options.branch,
+            options.expected_tokens,
+            options.expected_digest,
+        )
+        plan = self.index.plan(turn)
+        limit = self._most_tokens(group, plan)
+        copy = None
+        if plan.forks and plan.source is not None:
+            copy = self._copy(plan)
+            if copy is None:
+                status = "created" if options.chain_id is None else "recreated"
+                plan = Plan(status, turn, plan.ids, reason="no room for a copy of the chain")
+                limit = self._most_tokens(group, plan)
+        chain = self.index.apply(plan, group.request_id)
+        if copy is not None:
+            self.index.place(chain, copy, _size(copy), _tier(copy))
+        chain.priority, chain.ttl_s = options.priority, options.ttl_s
+        chain.resume_hint_s = options.expected_resume_s
+        seq.chain, seq.chain_status, seq.chain_reason = chain, plan.status, plan.reason
+        group.prompt, group.max_tokens = plan.ids.astype(np.int32), limit
+        self._set_base(seq, plan.reused)
+
+    def _most_tokens(self, group: Group, plan: Plan) -> int:
+        payload = None
+        if plan.source is not None:
+            source = plan.source
+            payload = source.payload if plan.checkpoint is None else source.checkpoints[plan.checkpoint].payload
+        limits, lengths = self._runner.limits, None if payload is None else _lengths(payload)
+        return most_tokens(group.request, group.facts, limits, self._memory, len(plan.ids), lengths, plan.reused)
+
+    def _set_base(self, seq: Sequence, tokens: int) -> None:
+        group = seq.group
+        seq.base = seq.computed = seq.observed_from = tokens
+        seq.prefill_len = len(group.prompt)
+        group.replays = () if tokens else group.facts.replay_lengths(len(group.prompt))
+
+    def _copy(self, plan: Plan) -> DeviceRows | HostRows | None:
+        """A second owner of the state that a fork begins with; None if there is no room."""
+        source = plan.source
+        assert source is not None
+        state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
+        payload = state.payload
+        if isinstance(payload, HostRows):
+            fits = self.host.put(payload.method, payload.num_pages, payload.swapped.nbytes)
+            return dataclasses.replace(payload) if fits else None
+        while True:
+            try:
+                return self._fork(payload)
+            except PoolExhaustedError:
+                if not self.reclaim(keep=source):
+                    return None
+
+    def _fork(self, rows: DeviceRows) -> DeviceRows:
+        share = not self._runner.limits.methods[rows.method].private_rows
+        pages, copies = rows.pages.fork(share)
+        self._memory.put_aside(pages)
+        if copies:
+            call_runner(self._runner.copy_pages, rows.method, copies)
+        return DeviceRows(rows.method, pages, rows.parked)
+
+    def lend(self, seq: Sequence) -> None:
+        """Shows `Memory` what the chain holds, so that it can weigh what the turn needs."""
+        payload = seq.chain.payload if seq.chain is not None else None
+        if isinstance(payload, DeviceRows):
+            seq.pages = payload.pages
+            seq.pages.refresh_shared()
+        elif isinstance(payload, HostRows):
+            seq.swapped_lengths = payload.lengths
+
+    def unlend(self, seq: Sequence) -> None:
+        seq.pages = seq.swapped_lengths = None
+
+    def begin(self, seq: Sequence) -> None:
+        """The turn got a row, and pages for rows that were on the host: they are its own now."""
+        assert seq.chain is not None
+        assert seq.pages is not None
+        method, pages = seq.group.method, seq.pages
+        payload = self.index.start(seq.chain, seq.group.request_id)
+        seq.begun = True
+        if payload is None:
+            return
+        if isinstance(payload, HostRows):
+            self.host.take(payload.swapped.nbytes)
+            parked = call_runner(self._runner.import_parked, method, pages.padded(-1), payload.swapped)
+            if payload.extra:
+                parked = call_runner(self._runner.trim, method, parked, payload.extra)
+                pages.truncate(payload.extra)
+        else:
+            self._memory.take_up(pages)
+            parked = payload.parked
+        seen = seq.group.prompt[: seq.base]
+        plan = UnparkRow(seq.row, pages.padded(-1), pages.lengths.copy(), seen, parked)
+        call_runner(self._runner.unpark, method, plan)
+
+    # A turn ends.
+
+    def retire(self, seq: Sequence, reason: FinishReason, visible: int | None) -> None:
+        """Takes the rows of a turn that is over back to its chain, at the last token that the client saw.
+
+        `visible` tokens of the output lie before a stop string. What the choice still holds afterwards is garbage.
+        """
+        chain, owner = seq.chain, seq.group.request_id
+        assert chain is not None
+        if not seq.begun:
+            self.index.unclaim(chain, owner)
+            return
+        if reason == "error":
+            self.index.fail(chain, owner, "failure")
+            return
+        end = self._end(seq, visible)
+        payload = None if isinstance(end, str) else self._take(seq, seq.computed - end[1])
+        if payload is None:
+            self.index.fail(chain, owner, end if isinstance(end, str) else "evicted")
+            return
+        ledger, processed, inexact = end
+        old, longest = chain.quality, int(_lengths(payload).max())
+        quality = Quality(
+            max(0, processed - longest),
+            old.inexact_rollback_tokens + inexact,
+            old.rebuilt or seq.rebuilt,
+            reason == "cancelled",
+        )
+        try:
+            self.index.finish(chain, owner, as_ids(ledger), processed, payload, _size(payload), _tier(payload), quality)
+        except ChainOwnerError:
+            log.exception("the end of a turn of chain %s was refused; the chain is dropped", chain.chain_id)
+            self._release(payload)
+            self.index.fail(chain, owner, "failure")
+            return
+        self._keep_turn_end(chain)
+
+    def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
+        """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
+        group, facts, chain = seq.group, seq.group.facts, seq.chain
+        assert chain is not None
+        prompt = len(group.prompt)
+        if not seq.prefilled:
+            if not seq.base:
+                return "interrupted"
+            if seq.computed == seq.base or (facts.rollback and seq.observed_from <= seq.base):
+                return chain.ledger, seq.base, 0
+            return group.prompt[: seq.computed], seq.computed, 0  # not taken back exactly, but every token was sent
+        shown = len(seq.output) if visible is None else min(visible, len(seq.output))
+        total = prompt + shown
+        ledger = np.concatenate([group.prompt, np.asarray(seq.output[:shown], np.int32)])
+        # The last sampled token has no row at a normal end; a stop string leaves whole tokens that have.
+        goal = min(seq.computed, total if visible is not None else max(prompt, total - 1))
+        if facts.rollback and seq.observed_from <= goal:
+            return ledger, goal, 0
+        if seq.computed <= total:
+            return ledger, seq.computed, 0
+        if seq.observed_from <= total:
+            return ledger, total, 0 if facts.rollback else seq.computed - total
+        return "rollback"
+
+    def _take(self, seq: Sequence, extra: int) -> DeviceRows | HostRows | None:
+        """The rows of a choice without the newest `extra`; None if they are lost."""
+        method = seq.group.method
+        if seq.swapped is not None:
+            swapped, lengths = seq.swapped, seq.swapped_lengths
+            assert lengths is not None
+            pages = int(ceil_div(lengths, self._memory.geometry.page_size).sum())
+            self._make_host_room(method, pages, swapped.nbytes)
+            if not self.host.put(method, pages, swapped.nbytes):
+                return None
+            return HostRows(method, pages, swapped, lengths, extra)
+        if seq.pages is None or not (seq.row or seq.parked):
+            return None
+        parked = seq.parked or call_runner(self._runner.park, method, seq.row)
+        if extra:
+            parked = call_runner(self._runner.trim, method, parked, extra)
+            seq.pages.truncate(extra)
+        pages, seq.pages, seq.parked = seq.pages, None, None
+        self._memory.put_aside(pages)
+        return DeviceRows(method, pages, parked)
+
+    def _keep_turn_end(self, chain: Chain) -> None:
+        """Leaves a checkpoint, if that costs nobody anything."""
+        payload = chain.payload
+        if not self._settings.chain_checkpoints or not isinstance(payload, DeviceRows):
+            return
+        if self._runner.limits.methods[payload.method].private_rows:
+            return  # every page would have to be copied
+        try:
+            rows = self._fork(payload)
+        except PoolExhaustedError:
+            return
+        self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, rows, Tier.DEVICE, chain.quality))
+
+    def report(self, seq: Sequence) -> ChainReport:
+        """What the client is told."""
+        chain = seq.chain
+        assert chain is not None
+        busy = chain.busy
+        return ChainReport(
+            chain.chain_id,
+            seq.chain_status,
+            chain.parent_id,
+            seq.base,
+            len(seq.group.prompt) - seq.base,
+            seq.chain_reason,
+            0 if busy else chain.processed,
+            "active" if busy else chain.state.value,
+            chain.reason,
+            dataclasses.asdict(chain.quality),
+        )
+
+    # Room.
+
+    def reclaimable(self, seq: Sequence | None = None) -> int:
+        """At most so many head-pages come free if every chain but that of `seq` leaves the device."""
+        found = 0
+        for chain in self.index.chains.values():
+            rows = [c.payload for c in chain.checkpoints]
+            if seq is None or chain is not seq.chain:
+                rows.append(chain.payload)
+            found += sum(_size(r) for r in rows if isinstance(r, DeviceRows))
+        return found
+
+    def reclaim(self, keep: Chain | None = None, own_checkpoints: bool = False) -> bool:
+        """One step towards free pages: checkpoints, then idle chains, then those that wait for their turn.
+
+        Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last.
+        """
+        victims = [chain for chain in self.index.victims() if chain is not keep]
+        for chain in (*victims, *self._others(keep, set(victims))):
+            if chain.checkpoints and chain is not keep:
+                return self.index.drop_checkpoints(chain) > 0
+        if victims:
+            if not self._demote(victims[0]):
+                self.index.drop(victims[0], "evicted")
+            return True
+        waiting = [
+            c
+            for c in self.index.chains.values()
+            if c.state is ChainState.RESTORING and c.tier is Tier.DEVICE and c.payload is not None and c is not keep
+        ]
+        if any(self._demote(chain) for chain in sorted(waiting, key=lambda c: -c.used_tick)):
+            return True
+        return own_checkpoints and keep is not None and self.index.drop_checkpoints(keep) > 0
+
+    def _others(self, keep: Chain | None, victims: set[Chain]) -> list[Chain]:
+        return [c for c in self.index.chains.values() if c is not keep and c not in victims]
+
+    def _demote(self, chain: Chain) -> bool:
+        """Copies a chain's rows to the host and frees its pages. Returns False if the host has no room."""
+        rows = chain.payload
+        assert isinstance(rows, DeviceRows)
+        size = rows.pages.count
+        if not self._make_host_room(rows.method, size, None):
+            return False
+        swapped = call_runner(self._runner.export_parked, rows.method, rows.pages.padded(-1), rows.parked)
+        self._make_host_room(rows.method, size, swapped.nbytes)
+        if not self.host.put(rows.method, size, swapped.nbytes):
+            return False
+        host = HostRows(rows.method, size, swapped, rows.pages.lengths.copy())
+        self.index.place(chain, host, swapped.nbytes, Tier.HOST)
+        self._release(rows)
+        self.index.counts["demoted"] += 1
+        return True
+
+    def _make_host_room(self, method: str, pages: int, nbytes: int | None) -> bool:
+        """Drops the least valuable chains of the host until the bytes, or as many as are expected, fit."""
+        while not (self.host.has_room(method, pages) if nbytes is None else self.host.fits(nbytes)):
+            victims = self.index.victims(Tier.HOST)
+            if not victims:
+                return False
+            self.index.drop(victims[0], "evicted")
+        return True
+
+    def expire(self) -> None:
+        """Chains that were idle for too long go a tier down."""
+        now = self._clock()
+        if now - self._expired_s < 1.0:
+            return
+        self._expired_s = now
+        for chain in self.index.expired(self._settings.chain_ttl_s):
+            if chain.tier is Tier.HOST or not self._demote(chain):
+                self.index.drop(chain, "expired")
+            else:
+                self.index.drop_checkpoints(chain)
+
+    def _release(self, payload: DeviceRows | HostRows) -> None:
+        if isinstance(payload, HostRows):
+            self.host.take(payload.swapped.nbytes)
+        else:
+            self._memory.take_up(payload.pages)
+            payload.pages.release()
+
+    def check_integrity(self, live: dict[str, Sequence]) -> None:
+        """Re-adds owners, pages and bytes. `live` are the choices with a chain, by request. Raises IntegrityError."""
+        self.index.check_integrity()
+        rows = []
+        for chain in self.index.chains.values():
+            rows += [chain.payload, *(c.payload for c in chain.checkpoints)]
+            if chain.owner is not None:
+                seq = live.get(chain.owner)
+                if seq is None or seq.chain is not chain or seq.begun != (chain.state is ChainState.ACTIVE):
+                    raise IntegrityError(f"chain {chain.chain_id} belongs to a turn that is not there")
+        if sum(r.swapped.nbytes for r in rows if isinstance(r, HostRows)) != self.host.used_bytes:
+            raise IntegrityError("the chains' host memory is miscounted")
+        shelf = {id(r.pages) for r in rows if isinstance(r, DeviceRows)}
+        shelf |= {id(seq.pages) for seq in live.values() if seq.parked is not None}
+        if shelf != set(self._memory.shelf):
+            raise IntegrityError("pages without a row belong to no chain")
+
+
+def _lengths(payload: DeviceRows | HostRows) -> np.ndarray:
+    return payload.pages.lengths if isinstance(payload, DeviceRows) else payload.lengths - payload.extra
+
+
+def _size(payload: DeviceRows | HostRows) -> int:
+    """What dropping it frees at most: head-pages, or bytes."""
+    if isinstance(payload, HostRows):
+        return payload.swapped.nbytes
+    return payload.pages.head_pages
+
+
+def _tier(payload: DeviceRows | HostRows) -> Tier:
+    return Tier.DEVICE if isinstance(payload, DeviceRows) else Tier.HOST
