@@ -7,6 +7,7 @@ those of idle chains can when the cache has no room.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -18,7 +19,7 @@ from sparsejax.admission import most_tokens
 from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
 from sparsejax.cache.chain_index import ChainIndex, Plan, Turn
 from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
-from sparsejax.errors import ChainOwnerError
+from sparsejax.errors import ChainOwnerError, RequestError
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory, SwapSpace
 from sparsejax.plans import ParkedRow, Runner, SwappedRow, UnparkRow
@@ -174,9 +175,13 @@ class Chains:
     def _fork(self, rows: DeviceRows) -> DeviceRows:
         share = not self._runner.limits.methods[rows.method].private_rows
         pages, copies = rows.pages.fork(share)
+        try:
+            if copies:
+                call_runner(self._runner.copy_pages, rows.method, copies)
+        except RequestError:
+            pages.release()
+            raise
         self._memory.put_aside(pages)
-        if copies:
-            call_runner(self._runner.copy_pages, rows.method, copies)
         return DeviceRows(rows.method, pages, rows.parked)
 
     def lend(self, seq: Sequence) -> None:
@@ -223,15 +228,18 @@ class Chains:
         chain, owner = seq.chain, seq.group.request_id
         assert chain is not None
         if not seq.begun:
+            if isinstance(chain.payload, DeviceRows) and seq.pages is chain.payload.pages:
+                seq.pages = None  # they were only lent
+            seq.swapped_lengths = None
             self.index.unclaim(chain, owner)
             return
-        if reason == "error":
-            self.index.fail(chain, owner, "failure")
-            return
-        end = self._end(seq, visible)
-        payload = None if isinstance(end, str) else self._take(seq, seq.computed - end[1])
-        if payload is None:
-            self.index.fail(chain, owner, end if isinstance(end, str) else "evicted")
+        end = "failure" if reason == "error" else self._end(seq, visible)
+        payload = None
+        if not isinstance(end, str):
+            with contextlib.suppress(RequestError):  # rows that the runner can't park are lost
+                payload = self._take(seq, seq.computed - end[1])
+        if payload is None or isinstance(end, str):
+            self._go_back(chain, owner, end if isinstance(end, str) else "evicted")
             return
         ledger, processed, inexact = end
         old, longest = chain.quality, int(_lengths(payload).max())
@@ -249,6 +257,16 @@ class Chains:
             self.index.fail(chain, owner, "failure")
             return
         self._keep_turn_end(chain)
+
+    def _go_back(self, chain: Chain, owner: str, reason: str) -> None:
+        """The rows of a turn are lost: the chain is as before it, if a checkpoint of that was kept, else gone."""
+        state = self.index.take_checkpoint(chain, chain.processed)
+        if state is None:
+            self.index.fail(chain, owner, reason)
+            return
+        rows = state.payload
+        self.index.counts["went_back"] += 1
+        self.index.finish(chain, owner, chain.ledger, state.processed, rows, _size(rows), state.tier, state.quality)
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -304,7 +322,7 @@ class Chains:
             return  # every page would have to be copied
         try:
             rows = self._fork(payload)
-        except PoolExhaustedError:
+        except (PoolExhaustedError, RequestError):
             return
         self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, rows, Tier.DEVICE, chain.quality))
 

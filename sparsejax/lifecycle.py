@@ -175,7 +175,8 @@ class Lifecycle:
             missing = self.memory.missing(seq, least) if self.chains.index.chains else 0
             if claimed:
                 self.chains.unlend(seq)
-            if not 0 < missing + 1 <= self.chains.reclaimable(seq) or not self.chains.reclaim(seq.chain, claimed):
+            # Chains are not given up for a request that has to wait for others anyway.
+            if max(1, missing) > self.chains.reclaimable(seq) or not self.chains.reclaim(seq.chain, claimed):
                 return False
 
     def _seat(self, seq: Sequence) -> None:
@@ -286,7 +287,10 @@ class Lifecycle:
         """All steps of a chain's turn are submitted: its row is free, its pages wait for the last tokens to arrive."""
         if seq.row and seq.begun and seq.exhausted and not seq.phase_due and not seq.replaying:
             self.note_usage(seq)
-            seq.parked = call_runner(self.runner.park, seq.group.method, seq.row)
+            with contextlib.suppress(RequestError):  # then it stays on its row until the turn is over
+                seq.parked = call_runner(self.runner.park, seq.group.method, seq.row)
+            if seq.parked is None:
+                return
             self.running.remove(seq)
             self.memory.vacate(seq)
 
@@ -377,6 +381,10 @@ class Lifecycle:
         stays = phase == "prompt" and seq.base > 0 and facts.replays_prompts
         due = facts.may_evict(phase, done) and not stays
         kept = self.memory.kept(facts, phase, pages.lengths) if due else None
+        if kept is not None and seq.unseen and phase in ("token", "pressure"):
+            # What nobody has seen yet may have to be taken back, so nothing is chosen by it: the row waits a step.
+            seq.phase_due = phase if phase == "token" else None
+            return
         observed = seq.computed - seq.observed_from
         if kept is not None and facts.most_counted(phase, pages.lengths):
             if seq.counts is None:

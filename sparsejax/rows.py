@@ -357,6 +357,11 @@ class Sequence:
         return self.dispatched >= self.group.max_tokens
 
     @property
+    def unseen(self) -> bool:
+        """Of a chain: some processed token was not collected yet, so the turn may end before it."""
+        return self.begun and self.computed > len(self.group.prompt) + len(self.output)
+
+    @property
     def chunk_end(self) -> int:
         """Where prefill must stop next: the fork point while other choices wait for it, else the end."""
         forking = self.computed < self.group.fork_at and any(c.leader is self for c in self.group.choices)

@@ -388,6 +388,14 @@ class ChainIndex:
         self.counts["checkpoints"] += 1
         self._touch(chain, chain.used_s)
 
+    def take_checkpoint(self, chain: Chain, processed: int) -> Checkpoint | None:
+        """Removes the newest state of exactly so many tokens, and gives it away."""
+        found = next((c for c in reversed(chain.checkpoints) if c.processed == processed), None)
+        if found is not None:
+            chain.checkpoints.remove(found)
+            self._touch(chain, chain.used_s)
+        return found
+
     def drop_checkpoints(self, chain: Chain) -> int:
         """Drops all earlier states of a chain. Returns how many there were."""
         dropped, chain.checkpoints = chain.checkpoints, []

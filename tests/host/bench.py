@@ -46,8 +46,9 @@ class Bench:
         if isinstance(prompt, int):
             prompt = [(len(self.requests) * 37 + i * 11) % 250 for i in range(prompt)]
         params.setdefault("seed", len(self.requests))
+        chain = params.pop("chain", None)
         sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-        request = Request(request_id, tuple(prompt), sampling, method, arrival_s=self.clock())
+        request = Request(request_id, tuple(prompt), sampling, method, arrival_s=self.clock(), chain=chain)  # type: ignore[arg-type]
         group = self.scheduler.prepare(request, self.events[request_id].append)
         self.requests[request_id] = request
         self.scheduler.add(group)
@@ -68,7 +69,8 @@ class Bench:
                 break
         else:
             raise AssertionError(f"still busy after {limit} iterations: {self.where()}")
-        self.check_all_free()
+        if not self.scheduler.chains.index.chains:
+            self.check_all_free()
 
     def where(self) -> list[tuple]:
         return [
@@ -118,8 +120,12 @@ class Bench:
         observe(self.scheduler)
 
     def check_all_free(self) -> None:
-        """Everything returned to baseline: pages, rows, promises, swap space, queues."""
+        """Everything returned to baseline: pages, rows, promises, swap space, queues; without chains."""
         s = self.scheduler
+        for chain in list(s.chains.index.chains.values()):
+            s.chains.index.drop(chain, "test")
+        assert not s.memory.shelf
+        assert s.chains.host.used_bytes == 0
         assert s.memory.pool.free_head_pages == s.memory.pool.num_head_pages
         for granularity in Granularity:
             assert s.memory.pool.free_pages(granularity) == s.memory.pool.capacity(granularity)
@@ -134,8 +140,8 @@ def observe(scheduler: Scheduler) -> None:
     pool, geometry = scheduler.memory.pool, scheduler.limits.geometry
     whole = geometry.head_pages_per_sequence_page
     holders, free, references = (np.zeros(pool.num_sequence_pages * whole, int) for _ in range(3))
-    for seq in scheduler.memory.holders.values():
-        pages = seq.pages
+    tables = [seq.pages for seq in scheduler.memory.holders.values()]
+    for pages in (*tables, *scheduler.memory.shelf.values()):
         assert pages is not None
         assert (pages.lengths <= geometry.max_model_len).all()
         assert (pages.columns == -(-pages.lengths // geometry.page_size)).all(), "a row holds more than it needs"
