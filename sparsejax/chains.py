@@ -22,6 +22,7 @@ from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
 from sparsejax.errors import ChainOwnerError, RequestError
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory, SwapSpace
+from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import ParkedRow, Runner, SwappedRow, UnparkRow
 from sparsejax.request import ChainReport, FinishReason
 from sparsejax.rows import Group, RowPages, Sequence, ceil_div
@@ -60,6 +61,7 @@ class Chains:
       runner: moves rows.
       memory: rows and pages.
       settings: budgets.
+      metrics: counters to feed.
       clock: seconds, monotonic.
       ids: issues chain ids.
     """
@@ -69,12 +71,14 @@ class Chains:
         runner: Runner,
         memory: Memory,
         settings: EngineSettings,
+        metrics: EngineMetrics,
         clock: Callable[[], float],
         ids: ChainIds | None = None,
     ) -> None:
         self._runner = runner
         self._memory = memory
         self._settings = settings
+        self._metrics = metrics
         self._clock = clock
         self.host = SwapSpace(settings.chain_host_bytes)
         self.index = ChainIndex(
@@ -85,6 +89,7 @@ class Chains:
         )
         self._fingerprints: dict[str, bytes] = {}
         self._expired_s = clock()
+        self._reclaimable = (-1, 0)  # as of so many changes of the index
 
     def fingerprint(self, method: str) -> bytes:
         """Of what a method makes on this engine."""
@@ -141,6 +146,8 @@ class Chains:
         seq.chain, seq.chain_status, seq.chain_reason = chain, plan.status, plan.reason
         group.prompt, group.max_tokens = plan.ids.astype(np.int32), limit
         self._set_base(seq, plan.reused)
+        self._metrics.prefix_cache_queries.inc(len(plan.ids))
+        self._metrics.prefix_cache_hits.inc(plan.reused)
 
     def _most_tokens(self, group: Group, plan: Plan) -> int:
         payload = None
@@ -348,13 +355,14 @@ class Chains:
 
     def reclaimable(self, seq: Sequence | None = None) -> int:
         """At most so many head-pages come free if every chain but that of `seq` leaves the device."""
-        found = 0
-        for chain in self.index.chains.values():
-            rows = [c.payload for c in chain.checkpoints]
-            if seq is None or chain is not seq.chain:
-                rows.append(chain.payload)
-            found += sum(_size(r) for r in rows if isinstance(r, DeviceRows))
-        return found
+        changes, found = self._reclaimable
+        if changes != self.index.changes:  # asked for every waiting request in every step
+            chains = self.index.chains.values()
+            rows = [r for chain in chains for r in (chain.payload, *(c.payload for c in chain.checkpoints))]
+            found = sum(_size(r) for r in rows if isinstance(r, DeviceRows))
+            self._reclaimable = self.index.changes, found
+        own = seq.chain.payload if seq is not None and seq.chain is not None else None
+        return found - (_size(own) if isinstance(own, DeviceRows) else 0)
 
     def reclaim(self, keep: Chain | None = None, own_checkpoints: bool = False) -> bool:
         """One step towards free pages: checkpoints, then idle chains, then those that wait for their turn.

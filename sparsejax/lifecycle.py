@@ -64,7 +64,7 @@ class Lifecycle:
         self.clock = clock
         self.memory = Memory(self.limits)
         self.swap = SwapSpace(self.settings.swap_bytes)
-        self.chains = Chains(runner, self.memory, self.settings, clock)
+        self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}

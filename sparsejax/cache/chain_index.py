@@ -127,6 +127,7 @@ class ChainIndex:
         self._max_tombstones = max_tombstones
         self._max_checkpoints = max_checkpoints
         self._recompute_s = recompute_s
+        self.changes = 0  # grows whenever any chain's state or payload changes
         self._tick = 0
         self._buckets: dict[bytes, dict[Chain, None]] = {}  # stride hash -> chains with a boundary in that stride
         self._keys: dict[Chain, set[bytes]] = {}
@@ -299,6 +300,7 @@ class ChainIndex:
         payload, chain.payload = chain.payload, None
         chain.size = 0
         chain.version += 1
+        self.changes += 1
         return payload
 
     def finish(
@@ -375,6 +377,7 @@ class ChainIndex:
         chain.payload, chain.size, chain.tier = payload, size, tier
         chain.placed_s = self._clock()
         chain.version += 1
+        self.changes += 1
 
     def add_checkpoint(self, chain: Chain, checkpoint: Checkpoint) -> None:
         """Keeps an earlier state; the oldest of its kind goes if there are too many."""
@@ -446,8 +449,8 @@ class ChainIndex:
             "history_tokens": sum(len(chain.ledger) for chain in self.chains.values()),
         }
 
-    def check_integrity(self) -> None:
-        """Re-adds states, owners and the lookup table; raises ChainOwnerError."""
+    def check_integrity(self, deep: bool = False) -> None:
+        """Re-adds states, owners and the lookup table; raises ChainOwnerError. `deep` computes all hashes again."""
         buckets: dict[bytes, set[Chain]] = {}
         for chain_id, chain in self.chains.items():
             owned = chain.owner is not None
@@ -457,7 +460,7 @@ class ChainIndex:
                 raise ChainOwnerError("an idle chain has no rows, or more than tokens", chain_id=chain_id)
             if chain.state is ChainState.ACTIVE and chain.payload is not None:
                 raise ChainOwnerError("a turn and the record both have the rows", chain_id=chain_id)
-            hashes = stride_hashes(chain.seed, chain.ledger)
+            hashes = stride_hashes(chain.seed, chain.ledger) if deep else chain.hashes
             for boundary, _, _ in _boundaries(chain):
                 buckets.setdefault(hashes[boundary // STRIDE], set()).add(chain)
         if buckets != {key: set(chains) for key, chains in self._buckets.items()}:
@@ -471,6 +474,7 @@ class ChainIndex:
         """Something has changed: clock, version and lookup table."""
         chain.used_tick, chain.used_s = self._tick, now
         chain.version += 1
+        self.changes += 1
         self._register(chain)
 
     def _register(self, chain: Chain) -> None:

@@ -231,7 +231,7 @@ def test_66_an_edit_goes_on_from_a_checkpoint(branch) -> None:
     assert (other is chain) == (branch == "rewind")
     box.complete(other, owner, [*edited, 5])
     assert chain.ledger.tolist() == (ledger if branch == "fork" else [*edited, 5])
-    box.index.check_integrity()
+    box.index.check_integrity(deep=True)
     for c in list(box.index.chains.values()):
         box.index.drop(c, "deleted")
     assert not box.rows.live
@@ -560,7 +560,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def books(self) -> None:
         index = self.box.index
-        index.check_integrity()
+        index.check_integrity(deep=True)
         assert set(index.chains) == set(self.known)
         for chain_id, known in self.known.items():
             chain = index.chains[chain_id]

@@ -76,6 +76,7 @@ class Talk:
     def end(self) -> None:
         self.bench.run()
         self.bench.check()
+        self.index.check_integrity(deep=True)
         self.bench.check_all_free()
 
 
@@ -333,6 +334,7 @@ def test_36_39_more_chains_than_the_cache_holds(name: str, host: int) -> None:
             names[n] = report.chain_id
             contexts[n] = [*talk.history(request_id), *words(5, n)]
     assert reused > 0
+    assert talk.bench.scheduler.metrics.prefix_cache_hits.value() == reused
     stats = talk.index.stats()
     assert stats.get("demoted", 0) > 0 if host else stats["gone_evicted"] > 0
     talk.end()
@@ -462,16 +464,23 @@ def test_a_dead_engine_leaves_no_chain_owned() -> None:
 
 # Random programs.
 
+turns = st.tuples(
+    st.just("turn"),
+    st.integers(0, 9),  # which chain
+    st.sampled_from(["", "", "", "edit", "short", "new", "append", "unnamed"]),
+    st.integers(1, 40),  # new tokens
+    st.integers(1, 30),  # max_tokens
+    st.sampled_from(NAMES),
+)
+advances = st.tuples(st.just("advance"), st.sampled_from([1, 2, 3, 5, 60]))
 operations = st.one_of(
-    st.tuples(
-        st.just("turn"),
-        st.integers(0, 9),  # which chain
-        st.sampled_from(["", "", "edit", "short", "new", "append", "unnamed"]),
-        st.integers(1, 40),  # new tokens
-        st.integers(1, 30),  # max_tokens
-        st.sampled_from(NAMES),
-    ),
-    st.tuples(st.just("advance"), st.integers(1, 12)),
+    turns,
+    turns,
+    turns,
+    advances,
+    advances,
+    advances,
+    advances,
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("stop"), st.integers(0, 9), st.sampled_from([None, 0, 3])),
     st.tuples(st.just("preempt"), st.integers(0, 5)),
@@ -506,7 +515,7 @@ engine_settings = st.builds(
     suppress_health_check=list(HealthCheck),
     deadline=None,
 )
-@given(engine_settings, machines, st.lists(operations, min_size=1, max_size=30))
+@given(engine_settings, machines, st.lists(operations, min_size=12, max_size=40))
 def test_random_programs(settings_: EngineSettings, machine: dict, program: list[tuple]) -> None:
     talk = Talk(settings_, **machine)
     bench = talk.bench
@@ -517,7 +526,9 @@ def test_random_programs(settings_: EngineSettings, machine: dict, program: list
             which, twist, new, max_tokens, name = args
             history, chain_id, options = [], None, {}
             if live and twist != "new":
-                chain = live[which % len(live)]
+                idle = [chain for chain in live if not chain.busy]
+                choices = idle if idle and which < 8 else live
+                chain = choices[which % len(choices)]
                 history, chain_id, name = chain.ledger.tolist(), chain.chain_id, chain.method
                 if twist == "edit" and history:
                     history = [*history[: len(history) // 2], 251]
