@@ -88,6 +88,7 @@ class Chains:
             max_checkpoints=max(1, settings.chain_checkpoints),
         )
         self._fingerprints: dict[str, bytes] = {}
+        self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
         self._expired_s = clock()
         self._reclaimable = (-1, 0)  # as of so many changes of the index
 
@@ -146,8 +147,7 @@ class Chains:
         seq.chain, seq.chain_status, seq.chain_reason = chain, plan.status, plan.reason
         group.prompt, group.max_tokens = plan.ids.astype(np.int32), limit
         self._set_base(seq, plan.reused)
-        self._metrics.prefix_cache_queries.inc(len(plan.ids))
-        self._metrics.prefix_cache_hits.inc(plan.reused)
+        self._turns[group.request_id] = seq
 
     def _most_tokens(self, group: Group, plan: Plan) -> int:
         payload = None
@@ -210,6 +210,8 @@ class Chains:
         method, pages = seq.group.method, seq.pages
         payload = self.index.start(seq.chain, seq.group.request_id)
         seq.begun = True
+        self._metrics.prefix_cache_queries.inc(len(seq.group.prompt))
+        self._metrics.prefix_cache_hits.inc(seq.base)
         if payload is None:
             return
         if isinstance(payload, HostRows):
@@ -234,6 +236,7 @@ class Chains:
         """
         chain, owner = seq.chain, seq.group.request_id
         assert chain is not None
+        self._turns.pop(owner, None)
         if not seq.begun:
             if isinstance(chain.payload, DeviceRows) and seq.pages is chain.payload.pages:
                 seq.pages = None  # they were only lent
@@ -382,7 +385,8 @@ class Chains:
             for c in self.index.chains.values()
             if c.state is ChainState.RESTORING and c.tier is Tier.DEVICE and c.payload is not None and c is not keep
         ]
-        if any(self._demote(chain) for chain in sorted(waiting, key=lambda c: -c.used_tick)):
+        waiting.sort(key=lambda c: -c.used_tick)
+        if any(self._demote(chain) or self._forget(chain) for chain in waiting):
             return True
         return own_checkpoints and keep is not None and self.index.drop_checkpoints(keep) > 0
 
@@ -404,6 +408,21 @@ class Chains:
         self.index.place(chain, host, swapped.nbytes, Tier.HOST)
         self._release(rows)
         self.index.counts["demoted"] += 1
+        return True
+
+    def _forget(self, chain: Chain) -> bool:
+        """Lets a waiting turn compute its whole context again. Returns False if the cache is too small for that."""
+        assert chain.owner is not None
+        seq = self._turns[chain.owner]
+        try:
+            limit = most_tokens(seq.group.request, seq.group.facts, self._runner.limits, self._memory, seq.prefill_len)
+        except RequestError:
+            return False
+        if limit < seq.group.max_tokens:
+            return False
+        self.index.forget(chain, chain.owner)
+        self._set_base(seq, 0)
+        seq.chain_status, seq.chain_reason = "recreated", "evicted while its turn waited"
         return True
 
     def _make_host_room(self, method: str, pages: int, nbytes: int | None) -> bool:
@@ -437,6 +456,8 @@ class Chains:
     def check_integrity(self, live: dict[str, Sequence]) -> None:
         """Re-adds owners, pages and bytes. `live` are the choices with a chain, by request. Raises IntegrityError."""
         self.index.check_integrity()
+        if live != self._turns:
+            raise IntegrityError("the turns with a chain are others than the live requests")
         rows = []
         for chain in self.index.chains.values():
             rows += [chain.payload, *(c.payload for c in chain.checkpoints)]

@@ -13,8 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from concurrent.futures import Future
+from typing import Literal, NamedTuple, TypeVar
 
+from sparsejax.chains import Chains
 from sparsejax.errors import EngineDeadError, QueueFullError, RequestError, ShuttingDownError
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, RunnerLimits
@@ -25,8 +27,11 @@ from sparsejax.settings import EngineSettings
 
 __all__ = ["Engine", "EngineSettings", "EngineSnapshot", "Health", "RowSnapshot"]
 
+T = TypeVar("T")
+
 log = logging.getLogger("sparsejax.engine")
 
+_CHAINS_INTERVAL_S = 5.0  # between two looks at the chains of an idle engine
 _ROWS_INTERVAL_S = 0.05  # between two looks at every row of a busy engine
 
 Health = Literal["ok", "draining", "failed", "closed"]
@@ -161,6 +166,19 @@ class Engine:
         """
         self._inbox.put(("stop", request_id, index, visible_tokens))
 
+    def ask(self, function: Callable[[Chains], T]) -> Future[T]:
+        """Has the engine thread call a function with the chains, between two steps: to list, drop, pin or move them.
+
+        The answer fails with `EngineDeadError` if the engine does.
+        """
+        answer: Future[T] = Future()
+        with self._lock:
+            if self._failure is not None or self._health == "closed":
+                answer.set_exception(EngineDeadError("the engine has ended"))
+            else:
+                self._inbox.put(("ask", function, answer))
+        return answer
+
     @property
     def snapshot(self) -> EngineSnapshot:
         """The engine as of its last iteration. Never blocks."""
@@ -214,7 +232,9 @@ class Engine:
         """Takes over what other threads asked for. Returns False when the engine shall close."""
         while True:
             try:
-                message = self._inbox.get(block)
+                # Chains grow old while nothing is asked for.
+                idle = _CHAINS_INTERVAL_S if self._scheduler.chains.index.chains else None
+                message = self._inbox.get(block, idle)
             except queue.Empty:
                 return True
             block = False
@@ -246,6 +266,8 @@ class Engine:
                 break
             if message[0] == "add":
                 self._scheduler.add(message[1])
+            elif message[0] == "ask":
+                message[2].set_exception(dead)
         self._scheduler.fail_all(dead)
         with self._lock:
             self._live.clear()

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,13 @@ class Lifecycle:
         if group and 0 <= index < len(group.choices):
             self._finish(group.choices[index], "stop", visible=visible_tokens)
 
+    def ask(self, function: Callable[[Chains], Any], answer: Future[Any]) -> None:
+        """Calls a function with the chains and answers what it returns or raises."""
+        try:
+            answer.set_result(function(self.chains))
+        except Exception as error:
+            answer.set_exception(error)
+
     def fail_all(self, error: Exception) -> None:
         """Ends everything with an error event. The device is not touched any more, and the books may be wrong."""
         self.launches.clear()
@@ -132,7 +140,12 @@ class Lifecycle:
             raise IntegrityError("a finished choice is still queued")
         if live - queued - {id(seq) for launch in self.launches for seq, _ in launch.rows}:
             raise IntegrityError("a choice is lost: neither queued, nor on a row, nor in flight")
-        live_chains = {s.group.request_id: s for g in self.groups.values() for s in g.choices if s.chain is not None}
+        live_chains = {
+            s.group.request_id: s
+            for g in self.groups.values()
+            for s in g.choices
+            if s.chain is not None and s.state is not State.FINISHED
+        }
         self.chains.check_integrity(live_chains)
         if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
             raise IntegrityError("the swap space is miscounted")

@@ -258,8 +258,6 @@ class ChainIndex:
             raise ChainOwnerError("a plan is older than its chain", chain_id=source.chain_id)
         self._tick += 1
         self.counts[plan.status] += 1
-        self.counts["reused_tokens"] += plan.reused
-        self.counts["prefilled_tokens"] += len(plan.ids) - plan.reused
         now = self._clock()
         if source is None or plan.forks:
             chain = Chain(self.ids.mint(), turn.seed, turn.fingerprint, turn.method, turn.tenant, ChainState.RESTORING)
@@ -297,6 +295,7 @@ class ChainIndex:
         """The turn got its place: takes the payload out of the record, since it is written from now on."""
         self._check_owner(chain, owner)
         chain.state = ChainState.ACTIVE
+        self.counts["reused_tokens"] += chain.processed
         payload, chain.payload = chain.payload, None
         chain.size = 0
         chain.version += 1
@@ -356,6 +355,19 @@ class ChainIndex:
             chain.hashes = stride_hashes(chain.seed, chain.ledger)
         chain.state, chain.owner = ChainState.IDLE, None
         self._touch(chain, self._clock())
+
+    def forget(self, chain: Chain, owner: str) -> None:
+        """A turn that has not begun gives up what it would have reused: it will compute its whole context."""
+        self._check_owner(chain, owner)
+        if chain.state is not ChainState.RESTORING or chain.payload is None:
+            raise ChainOwnerError("there is nothing to give up", chain_id=chain.chain_id)
+        self.drop_checkpoints(chain)
+        self._release(chain.payload)
+        chain.payload, chain.size, chain.tier = None, 0, Tier.DEVICE
+        chain.ledger, chain.processed, chain.hashes = chain.ledger[:0], 0, []
+        chain.quality = Quality(rebuilt=True)
+        self.counts["forgotten"] += 1
+        self._touch(chain, chain.used_s)
 
     def fail(self, chain: Chain, owner: str, reason: str) -> None:
         """The turn lost the state: GONE."""
@@ -509,5 +521,8 @@ class ChainIndex:
 
 def _boundaries(chain: Chain) -> list[tuple[int, Tier, int | None]]:
     """(tokens processed, tier, checkpoint or None) of each state from which a turn could go on."""
-    head = [(chain.processed, chain.tier, None)] if chain.state is ChainState.IDLE else []
-    return head + [(c.processed, c.tier, i) for i, c in enumerate(chain.checkpoints)]
+    states: list[tuple[int, Tier, int | None]] = []
+    if chain.state is ChainState.IDLE:
+        states.append((chain.processed, chain.tier, None))
+    states.extend((c.processed, c.tier, i) for i, c in enumerate(chain.checkpoints))
+    return states

@@ -362,6 +362,23 @@ def test_36_chains_are_not_given_up_for_a_request_that_must_wait_anyway() -> Non
     talk.end()
 
 
+@pytest.mark.parametrize("host", [0, 1 << 30])
+def test_39_turns_that_wait_for_each_other_all_run(host: int) -> None:
+    """All chains are claimed at once and hold the whole cache: those at the end of the queue step back."""
+    settings_ = EngineSettings(chain_host_bytes=host, chain_checkpoints=0, decode_window_tokens=8)
+    talk = Talk(settings_, num_sequence_pages=51, num_rows=8)  # 200 tokens
+    chains = [talk.turn(words(40, n), 9)[1] for n in range(4)]  # 12 pages each
+    ids = [talk.send([*c.ledger.tolist(), *words(60, 9)], 30, chain_id=c.chain_id) for c in chains]
+    talk.bench.run()
+    talk.check(*ids)
+    reports = [talk.report(i) for i in ids]
+    assert [r.chain_id for r in reports] == [c.chain_id for c in chains]
+    assert reports[0].status == "resumed"
+    assert {r.status for r in reports} == ({"resumed"} if host else {"resumed", "recreated"})
+    assert [chain.quality.rebuilt for chain in chains] == [r.status == "recreated" for r in reports]
+    talk.end()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_69_preempted_turns_come_back_as_they_were(name: str) -> None:
     talk = Talk(num_sequence_pages=200)

@@ -11,11 +11,19 @@ import time
 
 import pytest
 
+from sparsejax.cache.chain import ChainIds
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.engine import Engine, EngineSettings
-from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, ShuttingDownError
+from sparsejax.errors import (
+    ChainNotFoundError,
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    ShuttingDownError,
+)
 from sparsejax.mock import EOS, MockRunner
-from sparsejax.request import Request, SamplingParams, TokenEvent
+from sparsejax.request import ChainOptions, Request, SamplingParams, TokenEvent
 
 
 class Client:
@@ -48,6 +56,26 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.001)
+
+
+def test_chains_are_asked_on_the_engine_thread() -> None:
+    with Engine(MockRunner()) as engine:
+        events: queue.Queue[TokenEvent] = queue.Queue()
+        request = Request("a", (1, 2, 3), SamplingParams(max_tokens=3, seed=1), chain=ChainOptions())
+        engine.submit(request, events.put)
+        first = events.get(timeout=10.0)
+        assert (first.token_ids, first.chain.status) == ((), "created"), "known before the first token"
+        while (event := events.get(timeout=10.0)).finish_reason is None:
+            pass
+        chain_id = event.chain.chain_id
+        threads = engine.ask(lambda chains: (threading.current_thread().name, list(chains.index.chains)))
+        assert threads.result(10.0) == ("sparsejax-engine", [chain_id])
+        with pytest.raises(ChainNotFoundError):
+            engine.ask(lambda chains: chains.index.find(ChainIds(b"").mint())).result(10.0)
+        assert engine.ask(lambda chains: chains.index.drop(chains.index.find(chain_id), "deleted")).result(10.0) is None
+        wait_for(lambda: idle(engine))
+    with pytest.raises(EngineDeadError):
+        engine.ask(lambda chains: None).result(10.0)
 
 
 def idle(engine: Engine) -> bool:
