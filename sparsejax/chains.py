@@ -367,10 +367,11 @@ class Chains:
         own = seq.chain.payload if seq is not None and seq.chain is not None else None
         return found - (_size(own) if isinstance(own, DeviceRows) else 0)
 
-    def reclaim(self, keep: Chain | None = None, own_checkpoints: bool = False) -> bool:
+    def reclaim(self, keep: Chain | None = None, own_checkpoints: bool = False, forget: bool = False) -> bool:
         """One step towards free pages: checkpoints, then idle chains, then those that wait for their turn.
 
-        Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last.
+        Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last. Those
+        that wait go to the host; what has no room there is given up only if `forget` says so.
         """
         victims = [chain for chain in self.index.victims() if chain is not keep]
         for chain in (*victims, *self._others(keep, set(victims))):
@@ -386,7 +387,7 @@ class Chains:
             if c.state is ChainState.RESTORING and c.tier is Tier.DEVICE and c.payload is not None and c is not keep
         ]
         waiting.sort(key=lambda c: -c.used_tick)
-        if any(self._demote(chain) or self._forget(chain) for chain in waiting):
+        if any(self._demote(chain) or (forget and self._forget(chain)) for chain in waiting):
             return True
         return own_checkpoints and keep is not None and self.index.drop_checkpoints(keep) > 0
 

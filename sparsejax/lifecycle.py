@@ -189,7 +189,9 @@ class Lifecycle:
             if claimed:
                 self.chains.unlend(seq)
             # Chains are not given up for a request that has to wait for others anyway.
-            if max(1, missing) > self.chains.reclaimable(seq) or not self.chains.reclaim(seq.chain, claimed):
+            if max(1, missing) > self.chains.reclaimable(seq):
+                return False
+            if not self.chains.reclaim(seq.chain, claimed, forget=not self.running):
                 return False
 
     def _seat(self, seq: Sequence) -> None:
