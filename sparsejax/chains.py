@@ -162,6 +162,9 @@ class Chains:
         seq.base = seq.computed = seq.observed_from = tokens
         seq.prefill_len = len(group.prompt)
         group.replays = () if tokens else group.facts.replay_lengths(len(group.prompt))
+        shared = group.request.chain.shared_tokens if group.request.chain else 0
+        fits = tokens < shared <= len(group.prompt) - group.min_final_chunk and not group.facts.replays_prompts
+        seq.checkpoint_at = shared if fits else 0
 
     def _copy(self, plan: Plan) -> DeviceRows | HostRows | None:
         """A second owner of the state that a fork begins with; None if there is no room."""
@@ -208,7 +211,8 @@ class Chains:
         assert seq.chain is not None
         assert seq.pages is not None
         method, pages = seq.group.method, seq.pages
-        payload = self.index.start(seq.chain, seq.group.request_id)
+        seq.old_ledger = seq.chain.ledger
+        payload = self.index.start(seq.chain, seq.group.request_id, as_ids(seq.group.prompt.astype(np.uint32)))
         seq.begun = True
         self._metrics.prefix_cache_queries.inc(len(seq.group.prompt))
         self._metrics.prefix_cache_hits.inc(seq.base)
@@ -249,7 +253,7 @@ class Chains:
             with contextlib.suppress(RequestError):  # rows that the runner can't park are lost
                 payload = self._take(seq, seq.computed - end[1])
         if payload is None or isinstance(end, str):
-            self._go_back(chain, owner, end if isinstance(end, str) else "evicted")
+            self._go_back(seq, end if isinstance(end, str) else "evicted")
             return
         ledger, processed, inexact = end
         old, longest = chain.quality, int(_lengths(payload).max())
@@ -268,15 +272,42 @@ class Chains:
             return
         self._keep_turn_end(chain)
 
-    def _go_back(self, chain: Chain, owner: str, reason: str) -> None:
+    def checkpoint(self, seq: Sequence) -> None:
+        """Keeps the state as it is in the middle of a turn, where that is wanted and costs nobody anything."""
+        chain, facts, at = seq.chain, seq.group.facts, seq.computed
+        assert chain is not None
+        assert seq.pages is not None
+        shared, ends = at == seq.checkpoint_at, at == seq.prefill_len and not seq.rebuilt and not facts.private_rows
+        if not shared and not (ends and self._settings.chain_checkpoints):
+            return
+        seq.kept_at = at
+        found = self._memory.fork_aside(seq, not facts.private_rows)
+        if found is None:
+            return
+        pages, copies = found
+        try:
+            parked = call_runner(self._runner.park, seq.group.method, seq.row, False)
+            if copies:
+                call_runner(self._runner.copy_pages, seq.group.method, copies)
+        except RequestError:
+            self._memory.take_up(pages)
+            pages.release()
+            return
+        quality = dataclasses.replace(chain.quality, evicted_tokens=max(0, at - int(pages.lengths.max())))
+        rows = DeviceRows(seq.group.method, pages, parked)
+        self.index.add_checkpoint(chain, Checkpoint("prefix" if shared else "prompt_end", at, rows, quality=quality))
+
+    def _go_back(self, seq: Sequence, reason: str) -> None:
         """The rows of a turn are lost: the chain is as before it, if a checkpoint of that was kept, else gone."""
+        chain, owner = seq.chain, seq.group.request_id
+        assert chain is not None
         state = self.index.take_checkpoint(chain, chain.processed)
         if state is None:
             self.index.fail(chain, owner, reason)
             return
         rows = state.payload
         self.index.counts["went_back"] += 1
-        self.index.finish(chain, owner, chain.ledger, state.processed, rows, _size(rows), state.tier, state.quality)
+        self.index.finish(chain, owner, seq.old_ledger, state.processed, rows, _size(rows), state.tier, state.quality)
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -286,8 +317,10 @@ class Chains:
         if not seq.prefilled:
             if not seq.base:
                 return "interrupted"
-            if seq.computed == seq.base or (facts.rollback and seq.observed_from <= seq.base):
-                return chain.ledger, seq.base, 0
+            back = seq.computed - seq.base
+            exact = facts.rollback and seq.observed_from <= seq.base
+            if not back or (exact and (seq.pages is None or seq.pages.owns_tail(back))):
+                return seq.old_ledger, seq.base, 0
             return group.prompt[: seq.computed], seq.computed, 0  # not taken back exactly, but every token was sent
         shown = len(seq.output) if visible is None else min(visible, len(seq.output))
         total = prompt + shown

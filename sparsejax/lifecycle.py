@@ -372,6 +372,8 @@ class Lifecycle:
         """Carries out what is due before the row may go on: maintenance, then forks."""
         if seq.row and seq.phase_due:
             self._guard(seq, self._maintain)
+        if seq.row and seq.begun and not seq.phase_due and not seq.replaying and seq.computed != seq.kept_at:
+            self._guard(seq, self.chains.checkpoint)
         if seq.row and not seq.phase_due and 0 < seq.computed == seq.group.fork_at:
             for choice in seq.group.choices:
                 if choice.leader is seq:

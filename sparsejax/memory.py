@@ -244,6 +244,22 @@ class Memory:
         self._seat(target)
         return copies
 
+    def fork_aside(self, seq: Sequence, share: bool) -> tuple[RowPages, tuple[tuple[int, int], ...]] | None:
+        """A second owner of a row's pages, without a row, and the copies to run; None if there is no room."""
+        assert seq.pages is not None
+        facts = seq.group.facts
+        lost = seq.compaction_pages if share and not seq.pages.shared else 0
+        seq.reserved_pages += lost
+        promises, compaction = self._promised(seq)
+        promises[facts.granularity] += max(0, seq.reserved_pages - seq.pages.count)
+        promises[facts.granularity] += seq.pages.count - (seq.pages.num_full if share else 0)
+        if not self.pool.fits({g: promises[g] + compaction[g] for g in Granularity}):
+            seq.reserved_pages -= lost
+            return None
+        pages, copies = seq.pages.fork(share)
+        self.put_aside(pages)
+        return pages, copies
+
     def _seat(self, seq: Sequence) -> None:
         seq.row = self.free_rows.pop()
         self.holders[seq.row] = seq

@@ -509,13 +509,14 @@ class MockRunner:
         self._write(state, np.zeros_like(self._lengths(state)))
         self._leave("import_row")
 
-    def park(self, method: str, row: int) -> ParkedRow:
+    def park(self, method: str, row: int, leave: bool = True) -> ParkedRow:
         self._enter("park")
         state = self._row(row, method)
         self._check_contents(row, state)
-        del self._rows[row], self._stops[row]
+        if leave:
+            del self._rows[row], self._stops[row]
         self._leave("park")
-        return ParkedRow(state, 64)
+        return ParkedRow(state.copy(), 64)
 
     def trim(self, method: str, parked: ParkedRow, tokens: int) -> ParkedRow:
         self._enter("trim")

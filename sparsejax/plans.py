@@ -357,8 +357,11 @@ class Runner(Protocol):
         """Restores into fresh pages; lengths, statistics and the last token come back too."""
         ...
 
-    def park(self, method: str, row: int) -> ParkedRow:
-        """Takes a row's state off it: the row may have a new owner, the pages stay whose they are."""
+    def park(self, method: str, row: int, leave: bool = True) -> ParkedRow:
+        """Takes a row's state off it: the row may have a new owner, the pages stay whose they are.
+
+        Without `leave` the row goes on, and the state is that of copies of its pages.
+        """
         ...
 
     def trim(self, method: str, parked: ParkedRow, tokens: int) -> ParkedRow:

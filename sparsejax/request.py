@@ -154,6 +154,8 @@ class ChainOptions:
       priority: each one doubles what keeping the chain is worth.
       ttl_s: idle longer, it may be dropped; None is the engine's.
       expected_resume_s: when the client thinks that the next turn comes.
+      shared_tokens: so many tokens of the prompt begin other conversations too (system prompt, tools): others that come
+        without an id start from there.
     """
 
     chain_id: str | None = None
@@ -169,6 +171,7 @@ class ChainOptions:
     priority: int = 0
     ttl_s: float | None = None
     expected_resume_s: float | None = None
+    shared_tokens: int = 0
 
     def validate(self) -> None:
         """Raises RequestError naming the field."""
@@ -182,6 +185,7 @@ class ChainOptions:
         if self.append and not self.chain_id:
             raise RequestError("append needs a chain_id", param="chain_id")
         _integer("priority", self.priority, -100, 100)
+        _integer("shared_tokens", self.shared_tokens, 0, 2**31 - 1)
         for name in ("ttl_s", "expected_resume_s"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1e9)

@@ -124,6 +124,15 @@ class RowPages:
         self.room = int((self.columns * self.page_size - self.lengths).min())
         self._pool.free(self.granularity, ids)
 
+    def owns_tail(self, tokens: int) -> bool:
+        """The pages that would be last without the newest `tokens` rows are nobody else's: they may be written again."""
+        lengths = self.lengths - tokens
+        column = lengths // self.page_size
+        partial = lengths % self.page_size > 0
+        layer, head = np.nonzero(partial)
+        ids = self.table[layer, head, column[layer, head]]
+        return not len(ids) or bool((self._pool.references(self.granularity, ids) == 1).all())
+
     def fresh_pages(self, kept: np.ndarray) -> int:
         """Pages that a compaction to these lengths takes from the pool."""
         return int(self.columns_of(kept)[kept < self.lengths].sum())
@@ -293,8 +302,11 @@ class Sequence:
       compaction_pages: most fresh pages that one compaction of this row needs.
       served_s: when the choice last got prefill work, or began to wait.
       chain, chain_status, chain_reason: the conversation that it continues, and how.
+      kept_at: where the last checkpoint was made.
+      checkpoint_at: where a chunk of its prompt must end because a checkpoint is kept there; 0 for nowhere.
       base: tokens of the prompt that were processed in earlier turns.
       begun: the chain's rows are the choice's own, if it has a chain.
+      old_ledger: its tokens before the turn.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.
     """
 
@@ -330,7 +342,9 @@ class Sequence:
         self.chain_status = ""
         self.chain_reason: str | None = None
         self.base = 0
+        self.checkpoint_at = self.kept_at = 0
         self.begun = False
+        self.old_ledger = np.zeros(0, np.uint32)
         self.parked: ParkedRow | None = None
         self.resident_tokens = 0  # as last known: kept for the stats when the pages are gone
         self.read_tokens = 0
@@ -364,6 +378,8 @@ class Sequence:
     @property
     def chunk_end(self) -> int:
         """Where prefill must stop next: the fork point while other choices wait for it, else the end."""
+        if self.computed < self.checkpoint_at:
+            return self.checkpoint_at
         forking = self.computed < self.group.fork_at and any(c.leader is self for c in self.group.choices)
         return self.group.fork_at if forking else self.prefill_len
 

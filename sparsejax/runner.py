@@ -572,7 +572,7 @@ class DeviceRunner:
             self.state = self._run("import_rows", None, transfers.import_rows, ids, block)
         return row_state
 
-    def park(self, method: str, row: int) -> ParkedRow:
+    def park(self, method: str, row: int, leave: bool = True) -> ParkedRow:
         parked = self._run("park_row", None, transfers.park_row, np.int32(row))
         return ParkedRow(parked, _nbytes(parked))
 

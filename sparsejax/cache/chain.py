@@ -184,7 +184,7 @@ class Quality:
 class Checkpoint:
     """An earlier state of a chain: its first `processed` tokens, and a payload of its own."""
 
-    kind: Literal["prompt_end", "turn_end"]
+    kind: Literal["prefix", "prompt_end", "turn_end"]
     processed: int
     payload: Any
     tier: Tier = Tier.DEVICE

@@ -291,9 +291,16 @@ class ChainIndex:
         chain.payload, chain.tier, chain.quality = target.payload, target.tier, target.quality
         self.counts["rewinds"] += 1
 
-    def start(self, chain: Chain, owner: str) -> Any:
-        """The turn got its place: takes the payload out of the record, since it is written from now on."""
+    def start(self, chain: Chain, owner: str, ledger: np.ndarray | None = None) -> Any:
+        """The turn got its place: takes the payload out of the record, since it is written from now on.
+
+        `ledger` is its whole context, which checkpoints may be made of.
+        """
         self._check_owner(chain, owner)
+        if ledger is not None:
+            same = common_prefix(chain.ledger, ledger)
+            chain.ledger, chain.hashes = ledger, chain.hashes[: same // STRIDE + 1]
+            self._register(chain)
         chain.state = ChainState.ACTIVE
         self.counts["reused_tokens"] += chain.processed
         payload, chain.payload = chain.payload, None
@@ -333,6 +340,9 @@ class ChainIndex:
                 chain_id=chain.chain_id,
             )
         same = common_prefix(chain.ledger, ledger)
+        for checkpoint in [c for c in chain.checkpoints if c.processed > same]:  # of tokens that are not part of it
+            chain.checkpoints.remove(checkpoint)
+            self._release(checkpoint.payload)
         chain.ledger, chain.processed = ledger, processed
         chain.hashes = stride_hashes(chain.seed, ledger, chain.hashes[: same // STRIDE + 1] or None)
         chain.payload, chain.size, chain.tier = payload, size, tier

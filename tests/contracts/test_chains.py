@@ -261,6 +261,50 @@ def test_66_an_edited_message_goes_on_from_the_turn_before() -> None:
         talk.end()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_e_70_a_rewritten_answer_goes_on_from_the_end_of_its_prompt(name: str) -> None:
+    talk = Talk()
+    _, chain = talk.turn(words(45), 12, name)
+    report, _ = talk.turn([*words(45), 200, 201, 202], 12, name, chain.chain_id)
+    if name == "stateful":
+        assert report.status == "recreated", "a checkpoint would copy every page"
+    else:
+        assert (report.status, report.reused_tokens, report.prefilled_tokens) == ("forked", 45, 3)
+    talk.end()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_22_first_turns_start_from_a_shared_system_prompt(name: str) -> None:
+    talk = Talk(num_rows=4, num_sequence_pages=400)
+    system = words(83)
+    _, first = talk.turn([*system, *words(9, 1)], 12, name, shared_tokens=83)
+    talk.turn([*first.ledger.tolist(), *words(9, 3)], 12, name, first.chain_id)
+    ids = [talk.send([*system, *words(5 + n, 9 + n)], 12, name) for n in range(6)]
+    talk.bench.run()
+    talk.check(*ids)
+    reused = 0 if talk.bench.runner.limits.methods[name].replays_prompts else 83
+    assert [talk.report(i).reused_tokens for i in ids] == [reused] * 6
+    talk.end()
+
+
+def test_61_forks_of_a_prompt_that_is_cut_off_keep_what_they_share() -> None:
+    talk = Talk(prefill_buckets=((1, 16),))
+    _, chain = talk.turn(words(30), 5)
+    context = [*chain.ledger.tolist(), *words(100, 2)]
+    first = talk.send(context, 9, chain_id=chain.chain_id, shared_tokens=60)
+    while chain.busy and not any(c.kind == "prefix" for c in chain.checkpoints):
+        talk.bench.step()
+    fork = talk.send([*context[:60], *words(30, 8)], 20)
+    assert talk.report(fork).reused_tokens == 60
+    talk.bench.scheduler.cancel(first)
+    talk.bench.check()
+    assert chain.processed > 34, "its pages are another's too, so they can't be written again"
+    again = talk.send([*context, 1], 9, chain_id=chain.chain_id)
+    talk.bench.run()
+    talk.check(fork, again)
+    talk.end()
+
+
 def test_68_without_an_id_the_longest_prefix_goes_on() -> None:
     talk = Talk()
     _, chain = talk.turn(words(300), 5)
@@ -555,8 +599,10 @@ def test_random_programs(settings_: EngineSettings, machine: dict, program: list
                     options = {"append": True}
                 elif twist == "unnamed":
                     chain_id = None
+            if twist == "new":
+                history, options = words(30), {"shared_tokens": 30}
             fresh = words(new, len(sent))
-            ids = fresh if options else [*history, *fresh]
+            ids = fresh if twist == "append" and history else [*history, *fresh]
             if len(history) + new > 160:
                 continue
             try:
