@@ -125,7 +125,7 @@ class RowPages:
         self._pool.free(self.granularity, ids)
 
     def owns_tail(self, tokens: int) -> bool:
-        """The pages that would be last without the newest `tokens` rows are nobody else's: they may be written again."""
+        """The pages that would be last without the newest `tokens` rows are nobody else's: they may be written."""
         lengths = self.lengths - tokens
         column = lengths // self.page_size
         partial = lengths % self.page_size > 0
