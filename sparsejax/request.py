@@ -156,6 +156,9 @@ class ChainOptions:
       expected_resume_s: when the client thinks that the next turn comes.
       shared_tokens: so many tokens of the prompt begin other conversations too (system prompt, tools): others that come
         without an id start from there.
+      recall: "host" keeps the rows that the method drops in host memory, and lends those that the next turn's prompt
+        looks for back to that turn; "off" drops them for good.
+      recall_budget: most rows that are lent to a turn, in each head; "all" lends whatever there is.
     """
 
     chain_id: str | None = None
@@ -172,10 +175,13 @@ class ChainOptions:
     ttl_s: float | None = None
     expected_resume_s: float | None = None
     shared_tokens: int = 0
+    recall: Literal["off", "host"] = "off"
+    recall_budget: int | Literal["all"] = 1024
 
     def validate(self) -> None:
         """Raises RequestError naming the field."""
         for name, choices in (
+            ("recall", ("off", "host")),
             ("on_miss", ("serve", "error")),
             ("on_busy", ("fork", "error")),
             ("branch", ("fork", "rewind")),
@@ -186,9 +192,38 @@ class ChainOptions:
             raise RequestError("append needs a chain_id", param="chain_id")
         _integer("priority", self.priority, -100, 100)
         _integer("shared_tokens", self.shared_tokens, 0, 2**31 - 1)
+        if self.recall_budget != "all":
+            if isinstance(self.recall_budget, str):
+                raise RequestError('recall_budget must be an integer or "all"', param="recall_budget")
+            _integer("recall_budget", self.recall_budget, 0, 2**31 - 1)
         for name in ("ttl_s", "expected_resume_s"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallReport:
+    """What became of rows that a chain's method had dropped, in one turn.
+
+    Attributes:
+      evicted_rows: dropped rows of the chain in host memory, on average over layers and heads.
+      evicted_pages: the same in pages, over all layers and heads; so many were scored, unless all are lent.
+      lent_pages: of these, lent to the turn.
+      lent_rows: the same in rows of the longest head.
+      bytes_moved: copied to the device for it.
+      seconds: from the beginning of the turn until the rows were there, as the host saw it.
+      stored_bytes: host memory that the chain's dropped rows take.
+      reason: why less was lent than asked for: "no room", "lost" (pages went for want of host memory), or None.
+    """
+
+    evicted_rows: int = 0
+    evicted_pages: int = 0
+    lent_pages: int = 0
+    lent_rows: int = 0
+    bytes_moved: int = 0
+    seconds: float = 0.0
+    stored_bytes: int = 0
+    reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +239,7 @@ class ChainReport:
       processed_tokens: after the turn; 0 while it is under way.
       state: "active", "idle", or "gone" with `gone_reason`.
       quality: what has been lost so far, by name (see `cache.chain.Quality`).
+      recall: of dropped rows, if the request asked for it.
     """
 
     chain_id: str
@@ -216,6 +252,7 @@ class ChainReport:
     state: str = "active"
     gone_reason: str | None = None
     quality: Mapping[str, int | bool] = dataclasses.field(default_factory=dict)
+    recall: RecallReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
