@@ -160,9 +160,14 @@ def measure(arguments: argparse.Namespace, run: common.Run) -> tuple[dict[str, A
         facts["seconds"] = seconds  # compilation included
         if arguments.tasks:
             return {"local_tasks": local.run(model, groups, items, progress)}, facts
-        outcomes = sweep.run(
-            model, groups, contexts, progress, arguments.few, arguments.windows, arguments.minutes * 60
-        )
+
+        def keep(outcomes: list[sweep.Outcome]) -> None:
+            if len(outcomes[0].by_context) == len(contexts):
+                done = [outcome for outcome in outcomes if outcome.by_context or outcome.invalid]
+                run.keep({"lengths": report.summarise(done, contexts)}, **facts)
+
+        minutes = arguments.minutes * 60
+        outcomes = sweep.run(model, groups, contexts, progress, arguments.few, arguments.windows, minutes, keep)
     facts |= {"seeds": [arguments.seed + number for number in range(len(contexts))], "batch": sweep.BATCH}
     facts["token_ids_sha256"] = perplexity.fingerprint([list(context.ids) for context in contexts])
     return {"lengths": report.summarise(outcomes, contexts)}, facts

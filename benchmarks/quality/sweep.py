@@ -314,6 +314,7 @@ def run(
                 # A process may only have so many maps of memory, and each program needs some.
                 if clock is None or outcome is not outcomes[0]:
                     bench.runner.forget(outcome.variant.label)
+                    jax.clear_caches()
                 progress(outcome.variant.label)
                 keep(outcomes)
             if clock is None or clock.bench is not bench or all_numbers != list(batches(contexts))[-1]:
