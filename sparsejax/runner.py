@@ -55,13 +55,10 @@ class LateCompileError(RuntimeError):
 class StepTicket:
     """A step under way (see `plans.Ticket`): `packed` as in `steps.StepOutputs`."""
 
-    def __init__(
-        self, packed: jax.Array, logits: jax.Array, num_rows: int, wants_logprobs: bool, collect: Callable[[], None]
-    ):
+    def __init__(self, packed: jax.Array, logits: jax.Array, num_rows: int, wants_logprobs: bool):
         self._packed = packed
         self._num_rows = num_rows
         self._wants_logprobs = wants_logprobs
-        self._collect = collect
         self.logits = logits
         self._packed.copy_to_host_async()
 
@@ -70,7 +67,6 @@ class StepTicket:
 
     def result(self) -> StepResult:
         packed = np.asarray(self._packed)[: self._num_rows]
-        self._collect()
         tokens, ok = packed[:, 0], packed[:, 1].astype(bool)
         if not self._wants_logprobs:
             return StepResult(tokens, ok)
@@ -87,18 +83,15 @@ class StepTicket:
 class ReplayTicket:
     """A replay under way (see `plans.Ticket`): `ok` bool [rows of the program]."""
 
-    def __init__(self, ok: jax.Array, collect: Callable[[], None]):
+    def __init__(self, ok: jax.Array):
         self._ok = ok
-        self._collect = collect
         self._ok.copy_to_host_async()
 
     def is_ready(self) -> bool:
         return self._ok.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def result(self) -> StepResult:
-        ok = np.asarray(self._ok)[:1]
-        self._collect()
-        return StepResult(np.full(1, -1, np.int32), ok)
+        return StepResult(np.full(1, -1, np.int32), np.asarray(self._ok)[:1])
 
 
 class RowCounts:
@@ -116,21 +109,11 @@ class RowCounts:
 
 
 class _Exported:
-    """A swapped row: device arrays at first, host arrays once their copies have arrived."""
+    """A swapped row on its way to host memory. Device buffers live until their copies have arrived."""
 
     def __init__(self, row_state: Any, blocks: list[transfers.ExportedPages], num_head_pages: int):
-        self.arrays: Any = (row_state, blocks)
+        self.arrays: Any = transfers.to_host((row_state, blocks))
         self.num_head_pages = num_head_pages
-        for array in jax.tree.leaves(self.arrays):
-            array.copy_to_host_async()
-
-    def settle(self) -> bool:
-        """Lets go of the device buffers if that needs no waiting."""
-        leaves = jax.tree.leaves(self.arrays)
-        if not all(leaf.is_ready() for leaf in leaves):
-            return False
-        self.arrays = jax.tree.map(np.asarray, self.arrays)
-        return True
 
 
 class DeviceRunner:
@@ -188,7 +171,6 @@ class DeviceRunner:
         size = StateSize(num_rows, num_sequence_pages, spec.vocab_size)
         self.state: KVState = empty_state(geometry, size, tuple(methods.values()), storage)
         self._programs: dict[Hashable, Callable[..., Any]] = {}
-        self._pending_exports: list[_Exported] = []
         self._fail_on_retrace = fail_on_retrace
         self._sealed = False
         self._on_compile = on_compile or (lambda name, seconds: None)
@@ -490,7 +472,7 @@ class DeviceRunner:
         bucket = self._bucket(1, len(plan.tokens))
         inputs = self._replay_inputs(method, plan, bucket)
         self.state, ok = self._replay_program(method, bucket)(self.weights, self.state, *inputs)
-        return ReplayTicket(ok, self._settle_exports)
+        return ReplayTicket(ok)
 
     def _sample(self, logits: jax.Array, rows: list[tuple[int, int]], sampling: list[SamplingRow]) -> StepTicket:
         """Submits the sampling of a step whose logits are under way. `rows` are (row, sample)."""
@@ -502,7 +484,7 @@ class DeviceRunner:
         mode = None if wants_logprobs else int(ints[:, INT_COLUMNS.index("mode")].max())
         program = self._sample_program(size, mode if mode in self._sampling_modes else None)
         self.state, packed = program(self.state, logits, table, ints, floats)
-        return StepTicket(packed, logits, len(sampling), wants_logprobs, self._settle_exports)
+        return StepTicket(packed, logits, len(sampling), wants_logprobs)
 
     def count(self, method: str, plan: CountRow) -> RowCounts:
         kept = self._counts(self._methods[method], plan.phase)
@@ -553,7 +535,6 @@ class DeviceRunner:
     def _export(self, head_pages: np.ndarray, row_state: transfers.RowState | transfers.ParkedState) -> SwappedRow:
         blocks = [self._run("export_rows", None, transfers.export_rows, ids) for ids in self._blocks(head_pages)]
         exported = _Exported(row_state, blocks, len(head_pages))
-        self._pending_exports.append(exported)
         return SwappedRow(exported, _nbytes(exported.arrays))
 
     def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
@@ -569,8 +550,8 @@ class DeviceRunner:
             raise ValueError(f"row of {exported.num_head_pages} head-pages can't be restored into {len(head_pages)}")
         row_state, blocks = exported.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
-            self.state = self._run("import_rows", None, transfers.import_rows, ids, block)
-        return row_state
+            self.state = self._run("import_rows", None, transfers.import_rows, ids, transfers.to_device(block))
+        return transfers.to_device(row_state)
 
     def park(self, method: str, row: int, leave: bool = True) -> ParkedRow:
         parked = self._run("park_row", None, transfers.park_row, np.int32(row))
@@ -609,9 +590,6 @@ class DeviceRunner:
         size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
         for start in range(0, len(head_pages), size):
             yield _padded(head_pages[start : start + size], size)
-
-    def _settle_exports(self) -> None:
-        self._pending_exports = [exported for exported in self._pending_exports if not exported.settle()]
 
 
 def _is_of(key: Hashable, method: str) -> bool:
