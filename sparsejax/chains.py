@@ -17,41 +17,22 @@ import numpy as np
 
 from sparsejax.admission import most_tokens
 from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
-from sparsejax.cache.chain_index import ChainIndex, Plan, Turn
+from sparsejax.cache.chain_index import Plan, Turn
 from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
+from sparsejax.chain_tiers import DeviceRows, HostRows, Tiers, lengths_of, size_of, tier_of
 from sparsejax.errors import ChainOwnerError, RequestError
 from sparsejax.launches import call_runner
-from sparsejax.memory import Memory, SwapSpace
+from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
-from sparsejax.plans import ParkedRow, Runner, SwappedRow, UnparkRow
+from sparsejax.plans import Runner, UnparkRow
 from sparsejax.request import ChainReport, FinishReason
-from sparsejax.rows import Group, RowPages, Sequence, ceil_div
+from sparsejax.rows import Group, Sequence, ceil_div
 from sparsejax.settings import EngineSettings
 
 log = logging.getLogger("sparsejax.engine")
 
 STATE_FORMAT = 1
 """Changes when rows of older versions can't be read."""
-
-
-@dataclasses.dataclass(eq=False)
-class DeviceRows:
-    """Rows of a chain in the pool. Owns one reference of each page."""
-
-    method: str
-    pages: RowPages
-    parked: ParkedRow
-
-
-@dataclasses.dataclass(eq=False)
-class HostRows:
-    """Rows of a chain in host memory: `lengths` of them, of which the newest `extra` are to be taken back."""
-
-    method: str
-    num_pages: int
-    swapped: SwappedRow
-    lengths: np.ndarray
-    extra: int = 0
 
 
 class Chains:
@@ -80,17 +61,10 @@ class Chains:
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self.host = SwapSpace(settings.chain_host_bytes)
-        self.index = ChainIndex(
-            ids or ChainIds(secrets.token_bytes(32)),
-            self._release,
-            clock,
-            max_checkpoints=max(1, settings.chain_checkpoints),
-        )
+        self.tiers = Tiers(runner, memory, settings, clock, ids or ChainIds(secrets.token_bytes(32)))
+        self.index, self.host = self.tiers.index, self.tiers.host
         self._fingerprints: dict[str, bytes] = {}
         self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
-        self._expired_s = clock()
-        self._reclaimable = (-1, 0)  # as of so many changes of the index
 
     def fingerprint(self, method: str) -> bytes:
         """Of what a method makes on this engine."""
@@ -141,7 +115,7 @@ class Chains:
                 limit = self._most_tokens(group, plan)
         chain = self.index.apply(plan, group.request_id)
         if copy is not None:
-            self.index.place(chain, copy, _size(copy), _tier(copy))
+            self.index.place(chain, copy, size_of(copy), tier_of(copy))
         chain.priority, chain.ttl_s = options.priority, options.ttl_s
         chain.resume_hint_s = options.expected_resume_s
         seq.chain, seq.chain_status, seq.chain_reason = chain, plan.status, plan.reason
@@ -154,7 +128,7 @@ class Chains:
         if plan.source is not None:
             source = plan.source
             payload = source.payload if plan.checkpoint is None else source.checkpoints[plan.checkpoint].payload
-        limits, lengths = self._runner.limits, None if payload is None else _lengths(payload)
+        limits, lengths = self._runner.limits, None if payload is None else lengths_of(payload)
         return most_tokens(group.request, group.facts, limits, self._memory, len(plan.ids), lengths, plan.reused)
 
     def _set_base(self, seq: Sequence, tokens: int) -> None:
@@ -256,7 +230,7 @@ class Chains:
             self._go_back(seq, end if isinstance(end, str) else "evicted")
             return
         ledger, processed, inexact = end
-        old, longest = chain.quality, int(_lengths(payload).max())
+        old, longest = chain.quality, int(lengths_of(payload).max())
         quality = Quality(
             max(0, processed - longest),
             old.inexact_rollback_tokens + inexact,
@@ -264,10 +238,11 @@ class Chains:
             reason == "cancelled",
         )
         try:
-            self.index.finish(chain, owner, as_ids(ledger), processed, payload, _size(payload), _tier(payload), quality)
+            size, tier = size_of(payload), tier_of(payload)
+            self.index.finish(chain, owner, as_ids(ledger), processed, payload, size, tier, quality)
         except ChainOwnerError:
             log.exception("the end of a turn of chain %s was refused; the chain is dropped", chain.chain_id)
-            self._release(payload)
+            self.tiers.release(payload)
             self.index.fail(chain, owner, "failure")
             return
         self._keep_turn_end(chain)
@@ -307,7 +282,7 @@ class Chains:
             return
         rows = state.payload
         self.index.counts["went_back"] += 1
-        self.index.finish(chain, owner, seq.old_ledger, state.processed, rows, _size(rows), state.tier, state.quality)
+        self.index.finish(chain, owner, seq.old_ledger, state.processed, rows, size_of(rows), state.tier, state.quality)
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -342,7 +317,7 @@ class Chains:
             swapped, lengths = seq.swapped, seq.swapped_lengths
             assert lengths is not None
             pages = int(ceil_div(lengths, self._memory.geometry.page_size).sum())
-            self._make_host_room(method, pages, swapped.nbytes)
+            self.tiers.make_host_room(method, pages, swapped.nbytes)
             if not self.host.put(method, pages, swapped.nbytes):
                 return None
             return HostRows(method, pages, swapped, lengths, extra)
@@ -389,60 +364,9 @@ class Chains:
 
     # Room.
 
-    def reclaimable(self, seq: Sequence | None = None) -> int:
-        """At most so many head-pages come free if every chain but that of `seq` leaves the device."""
-        changes, found = self._reclaimable
-        if changes != self.index.changes:  # asked for every waiting request in every step
-            chains = self.index.chains.values()
-            rows = [r for chain in chains for r in (chain.payload, *(c.payload for c in chain.checkpoints))]
-            found = sum(_size(r) for r in rows if isinstance(r, DeviceRows))
-            self._reclaimable = self.index.changes, found
-        own = seq.chain.payload if seq is not None and seq.chain is not None else None
-        return found - (_size(own) if isinstance(own, DeviceRows) else 0)
-
     def reclaim(self, keep: Chain | None = None, own_checkpoints: bool = False, forget: bool = False) -> bool:
-        """One step towards free pages: checkpoints, then idle chains, then those that wait for their turn.
-
-        Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last. Those
-        that wait go to the host; what has no room there is given up only if `forget` says so.
-        """
-        victims = [chain for chain in self.index.victims() if chain is not keep]
-        for chain in (*victims, *self._others(keep, set(victims))):
-            if chain.checkpoints and chain is not keep:
-                return self.index.drop_checkpoints(chain) > 0
-        if victims:
-            if not self._demote(victims[0]):
-                self.index.drop(victims[0], "evicted")
-            return True
-        waiting = [
-            c
-            for c in self.index.chains.values()
-            if c.state is ChainState.RESTORING and c.tier is Tier.DEVICE and c.payload is not None and c is not keep
-        ]
-        waiting.sort(key=lambda c: -c.used_tick)
-        if any(self._demote(chain) or (forget and self._forget(chain)) for chain in waiting):
-            return True
-        return own_checkpoints and keep is not None and self.index.drop_checkpoints(keep) > 0
-
-    def _others(self, keep: Chain | None, victims: set[Chain]) -> list[Chain]:
-        return [c for c in self.index.chains.values() if c is not keep and c not in victims]
-
-    def _demote(self, chain: Chain) -> bool:
-        """Copies a chain's rows to the host and frees its pages. Returns False if the host has no room."""
-        rows = chain.payload
-        assert isinstance(rows, DeviceRows)
-        size = rows.pages.count
-        if not self._make_host_room(rows.method, size, None):
-            return False
-        swapped = call_runner(self._runner.export_parked, rows.method, rows.pages.padded(-1), rows.parked)
-        self._make_host_room(rows.method, size, swapped.nbytes)
-        if not self.host.put(rows.method, size, swapped.nbytes):
-            return False
-        host = HostRows(rows.method, size, swapped, rows.pages.lengths.copy())
-        self.index.place(chain, host, swapped.nbytes, Tier.HOST)
-        self._release(rows)
-        self.index.counts["demoted"] += 1
-        return True
+        """One step towards free pages (see `Tiers.reclaim`); with `forget` waiting turns may compute all again."""
+        return self.tiers.reclaim(keep, own_checkpoints, self._forget if forget else None)
 
     def _forget(self, chain: Chain) -> bool:
         """Lets a waiting turn compute its whole context again. Returns False if the cache is too small for that."""
@@ -459,64 +383,14 @@ class Chains:
         seq.chain_status, seq.chain_reason = "recreated", "evicted while its turn waited"
         return True
 
-    def _make_host_room(self, method: str, pages: int, nbytes: int | None) -> bool:
-        """Drops the least valuable chains of the host until the bytes, or as many as are expected, fit."""
-        while not (self.host.has_room(method, pages) if nbytes is None else self.host.fits(nbytes)):
-            victims = self.index.victims(Tier.HOST)
-            if not victims:
-                return False
-            self.index.drop(victims[0], "evicted")
-        return True
-
-    def expire(self) -> None:
-        """Chains that were idle for too long go a tier down."""
-        now = self._clock()
-        if now - self._expired_s < 1.0:
-            return
-        self._expired_s = now
-        for chain in self.index.expired(self._settings.chain_ttl_s):
-            if chain.tier is Tier.HOST or not self._demote(chain):
-                self.index.drop(chain, "expired")
-            else:
-                self.index.drop_checkpoints(chain)
-
-    def _release(self, payload: DeviceRows | HostRows) -> None:
-        if isinstance(payload, HostRows):
-            self.host.take(payload.swapped.nbytes)
-        else:
-            self._memory.take_up(payload.pages)
-            payload.pages.release()
-
     def check_integrity(self, live: dict[str, Sequence]) -> None:
         """Re-adds owners, pages and bytes. `live` are the choices with a chain, by request. Raises IntegrityError."""
         self.index.check_integrity()
         if live != self._turns:
             raise IntegrityError("the turns with a chain are others than the live requests")
-        rows = []
         for chain in self.index.chains.values():
-            rows += [chain.payload, *(c.payload for c in chain.checkpoints)]
             if chain.owner is not None:
                 seq = live.get(chain.owner)
                 if seq is None or seq.chain is not chain or seq.begun != (chain.state is ChainState.ACTIVE):
                     raise IntegrityError(f"chain {chain.chain_id} belongs to a turn that is not there")
-        if sum(r.swapped.nbytes for r in rows if isinstance(r, HostRows)) != self.host.used_bytes:
-            raise IntegrityError("the chains' host memory is miscounted")
-        shelf = {id(r.pages) for r in rows if isinstance(r, DeviceRows)}
-        shelf |= {id(seq.pages) for seq in live.values() if seq.parked is not None}
-        if shelf != set(self._memory.shelf):
-            raise IntegrityError("pages without a row belong to no chain")
-
-
-def _lengths(payload: DeviceRows | HostRows) -> np.ndarray:
-    return payload.pages.lengths if isinstance(payload, DeviceRows) else payload.lengths - payload.extra
-
-
-def _size(payload: DeviceRows | HostRows) -> int:
-    """What dropping it frees at most: head-pages, or bytes."""
-    if isinstance(payload, HostRows):
-        return payload.swapped.nbytes
-    return payload.pages.head_pages
-
-
-def _tier(payload: DeviceRows | HostRows) -> Tier:
-    return Tier.DEVICE if isinstance(payload, DeviceRows) else Tier.HOST
+        self.tiers.check_integrity(list(live.values()))

@@ -189,7 +189,7 @@ class Lifecycle:
             if claimed:
                 self.chains.unlend(seq)
             # Chains are not given up for a request that has to wait for others anyway.
-            if max(1, missing) > self.chains.reclaimable(seq):
+            if max(1, missing) > self.chains.tiers.reclaimable(seq):
                 return False
             if not self.chains.reclaim(seq.chain, claimed, forget=not self.running):
                 return False

@@ -39,7 +39,7 @@ class Scheduler(Lifecycle):
         while self.launches.due(self.step_number - self.settings.max_inflight_steps):
             self._collect()
         self._expire()
-        self.chains.expire()
+        self.chains.tiers.expire()
         for seq in [seq for seq in self.running if seq.phase_due]:
             self._settle(seq)
             self._rest(seq)
