@@ -96,7 +96,9 @@ class Tiers:
             if chain.checkpoints and chain is not keep:
                 return self.index.drop_checkpoints(chain) > 0
         if victims:
-            if not self.demote(victims[0]):
+            # What no client has asked to keep is not worth a copy, unless a second turn has shown what it is.
+            passing = victims[0].implicit and victims[0].turns < 2
+            if passing or not self.demote(victims[0]):
                 self.index.drop(victims[0], "evicted")
             return True
         waiting = [

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparsejax import chain_reports
 from sparsejax.admission import most_tokens
 from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
 from sparsejax.cache.chain_index import Plan, Turn
@@ -103,6 +104,8 @@ class Chains:
             options.branch,
             options.expected_tokens,
             options.expected_digest,
+            options.append_joint,
+            options.implicit,
         )
         plan = self.index.plan(turn)
         limit = self._most_tokens(group, plan)
@@ -111,7 +114,7 @@ class Chains:
             copy = self._copy(plan)
             if copy is None:
                 status = "created" if options.chain_id is None else "recreated"
-                plan = Plan(status, turn, plan.ids, reason="no room for a copy of the chain")
+                plan = Plan(status, turn, plan.ids, reason="no room for a copy of the chain", miss="evicted")
                 limit = self._most_tokens(group, plan)
         chain = self.index.apply(plan, group.request_id)
         if copy is not None:
@@ -119,9 +122,13 @@ class Chains:
         chain.priority, chain.ttl_s = options.priority, options.ttl_s
         chain.resume_hint_s = options.expected_resume_s
         seq.chain, seq.chain_status, seq.chain_reason = chain, plan.status, plan.reason
+        seq.chain_miss, seq.diverged_at, seq.restored_from = plan.miss, plan.diverged_at, None
+        if plan.reused and chain.payload is not None:
+            seq.restored_from, seq.retained_tokens = chain.tier.name.lower(), int(lengths_of(chain.payload).max())
         group.prompt, group.max_tokens = plan.ids.astype(np.int32), limit
         self._set_base(seq, plan.reused)
         self._turns[group.request_id] = seq
+        chain_reports.claimed(seq, self._metrics)
 
     def _most_tokens(self, group: Group, plan: Plan) -> int:
         payload = None
@@ -129,7 +136,12 @@ class Chains:
             source = plan.source
             payload = source.payload if plan.checkpoint is None else source.checkpoints[plan.checkpoint].payload
         limits, lengths = self._runner.limits, None if payload is None else lengths_of(payload)
-        return most_tokens(group.request, group.facts, limits, self._memory, len(plan.ids), lengths, plan.reused)
+        request, params = group.request, group.request.params
+        room = limits.geometry.max_model_len - len(plan.ids)
+        if plan.turn.append and params.max_tokens is not None and 0 < room < params.max_tokens:
+            # Its client can't know how long the conversation is: more than the window holds means up to its end.
+            request = dataclasses.replace(request, params=dataclasses.replace(params, max_tokens=room))
+        return most_tokens(request, group.facts, limits, self._memory, len(plan.ids), lengths, plan.reused)
 
     def _set_base(self, seq: Sequence, tokens: int) -> None:
         group = seq.group
@@ -188,8 +200,8 @@ class Chains:
         seq.old_ledger = seq.chain.ledger
         payload = self.index.start(seq.chain, seq.group.request_id, as_ids(seq.group.prompt.astype(np.uint32)))
         seq.begun = True
-        self._metrics.prefix_cache_queries.inc(len(seq.group.prompt))
-        self._metrics.prefix_cache_hits.inc(seq.base)
+        chain_reports.begun(seq, self._metrics)
+        began_s = self._clock()
         if payload is None:
             return
         if isinstance(payload, HostRows):
@@ -204,6 +216,7 @@ class Chains:
         seen = seq.group.prompt[: seq.base]
         plan = UnparkRow(seq.row, pages.padded(-1), pages.lengths.copy(), seen, parked)
         call_runner(self._runner.unpark, method, plan)
+        self._metrics.chain_restore_seconds.observe(self._clock() - began_s, tier=seq.restored_from or "device")
 
     # A turn ends.
 
@@ -346,21 +359,7 @@ class Chains:
 
     def report(self, seq: Sequence) -> ChainReport:
         """What the client is told."""
-        chain = seq.chain
-        assert chain is not None
-        busy = chain.busy
-        return ChainReport(
-            chain.chain_id,
-            seq.chain_status,
-            chain.parent_id,
-            seq.base,
-            len(seq.group.prompt) - seq.base,
-            seq.chain_reason,
-            0 if busy else chain.processed,
-            "active" if busy else chain.state.value,
-            chain.reason,
-            dataclasses.asdict(chain.quality),
-        )
+        return chain_reports.report(seq, self._settings.chain_ttl_s)
 
     # Room.
 
@@ -380,7 +379,9 @@ class Chains:
             return False
         self.index.forget(chain, chain.owner)
         self._set_base(seq, 0)
-        seq.chain_status, seq.chain_reason = "recreated", "evicted while its turn waited"
+        seq.chain_status, seq.chain_reason, seq.chain_miss = "recreated", "evicted while its turn waited", "evicted"
+        seq.diverged_at = seq.restored_from = None
+        seq.retained_tokens = 0
         return True
 
     def check_integrity(self, live: dict[str, Sequence]) -> None:

@@ -78,15 +78,27 @@ class ChainError(RequestError):
     Attributes:
       chain_id: the chain, where one was named.
       recovery: what a client can do: "resend_full", "retry_later", "new_chain" or "none".
+      reason: why, in a word ("evicted", "diverged", "salt", ...), where there is more to say than the code does.
+      token: where the tokens part ways, if they do.
     """
 
     status = 500
     code = "chain_cache_error"
     recovery = "none"
 
-    def __init__(self, message: str, *, chain_id: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        chain_id: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
+        token: int | None = None,
+    ) -> None:
         super().__init__(message, param="chain_id" if chain_id else None, retry_after_s=retry_after_s)
         self.chain_id = chain_id
+        self.reason = reason
+        self.token = token
 
     @property
     def retryable(self) -> bool:

@@ -119,6 +119,25 @@ class EngineMetrics:
         self.num_preemptions = Counter("num_preemptions", "Choices that lost their row to others")
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prefix_cache_misses = Counter(
+            "prefix_cache_misses", "Turns that reuse less than they could have, by why", "reason"
+        )
+        self.chain_turns = Counter("chain_turns", "Turns with a chain, by what became of it", "status")
+        self.chain_tokens_saved = Counter("chain_tokens_saved", "Prompt tokens that chains spared")
+        self.chain_tokens_recomputed = Counter(
+            "chain_tokens_recomputed", "Prompt tokens computed again because a named chain could not go on", "reason"
+        )
+        self.chain_events = Counter(
+            "chain_events", "Changes of chains: moves, checkpoints, rewinds, and how they ended", "event"
+        )
+        self.chain_entries = Gauge("chain_entries", "Chains, by state and tier", "state")
+        self.chain_bytes = Gauge("chain_bytes", "Bytes of idle chains, by tier", "tier")
+        self.chain_restore_seconds = Histogram(
+            "chain_restore_seconds",
+            "Host time to give a turn its rows back, by tier (copies may still run)",
+            _TIME_BUCKETS,
+            "tier",
+        )
 
         def seconds(name: str, help: str) -> Histogram:
             return Histogram(name, help, _TIME_BUCKETS)

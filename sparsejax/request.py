@@ -145,6 +145,7 @@ class ChainOptions:
     Attributes:
       chain_id: the chain to continue; None looks for one if `lookup`, else begins one.
       append: the prompt is only what comes after the chain's tokens.
+      append_joint: the first token to append ends the last answer: it is left out if the chain ends with it.
       lookup: without an id, go on from the longest known prefix.
       on_miss: "serve" computes the whole context again where a chain can't be continued, "error" refuses.
       on_busy: "fork" leaves a chain to its other turn, "error" refuses.
@@ -154,6 +155,8 @@ class ChainOptions:
       priority: each one doubles what keeping the chain is worth.
       ttl_s: idle longer, it may be dropped; None is the engine's.
       expected_resume_s: when the client thinks that the next turn comes.
+      implicit: the client may know nothing of chains: under pressure its chain is dropped rather than moved, until a
+        second turn shows that it is a conversation.
       shared_tokens: so many tokens of the prompt begin other conversations too (system prompt, tools): others that come
         without an id start from there.
       recall: "host" keeps the rows that the method drops in host memory, and lends those that the next turn's prompt
@@ -163,6 +166,7 @@ class ChainOptions:
 
     chain_id: str | None = None
     append: bool = False
+    append_joint: bool = False
     lookup: bool = True
     on_miss: Literal["serve", "error"] = "serve"
     on_busy: Literal["fork", "error"] = "fork"
@@ -174,6 +178,7 @@ class ChainOptions:
     priority: int = 0
     ttl_s: float | None = None
     expected_resume_s: float | None = None
+    implicit: bool = False
     shared_tokens: int = 0
     recall: Literal["off", "host"] = "off"
     recall_budget: int | Literal["all"] = 1024
@@ -235,8 +240,15 @@ class ChainReport:
       status: "created", "resumed", "recreated", "forked", "adopted" or "rewound".
       parent_id: the chain it was forked from.
       reused_tokens, prefilled_tokens: of the prompt.
-      reason: why less was reused than could have been.
+      reason: why less was reused than could have been, in a sentence.
+      miss: the same in a word: "cold", "diverged", "salt", "method", "fingerprint", "busy", "short", "unknown", or how
+        the chain ended ("evicted", "expired", "deleted", "restart", ...).
+      diverged_at: the first token that is another one than the chain has.
+      restored_from: where the reused rows were: "device", "host" or "disk".
+      retained_tokens: of the reused ones, those that still have rows.
       processed_tokens: after the turn; 0 while it is under way.
+      total_tokens: of the conversation after the turn, the last sampled one included; 0 while it is under way.
+      expires_s: seconds of idleness after which the chain may go, once the turn is over.
       state: "active", "idle", or "gone" with `gone_reason`.
       quality: what has been lost so far, by name (see `cache.chain.Quality`).
       recall: of dropped rows, if the request asked for it.
@@ -252,6 +264,12 @@ class ChainReport:
     state: str = "active"
     gone_reason: str | None = None
     quality: Mapping[str, int | bool] = dataclasses.field(default_factory=dict)
+    miss: str | None = None
+    diverged_at: int | None = None
+    restored_from: str | None = None
+    retained_tokens: int = 0
+    total_tokens: int = 0
+    expires_s: float | None = None
     recall: RecallReport | None = None
 
 

@@ -302,6 +302,7 @@ class Sequence:
       compaction_pages: most fresh pages that one compaction of this row needs.
       served_s: when the choice last got prefill work, or began to wait.
       chain, chain_status, chain_reason: the conversation that it continues, and how.
+      chain_miss, diverged_at, restored_from, retained_tokens: more of the same (see `ChainReport`).
       kept_at: where the last checkpoint was made.
       checkpoint_at: where a chunk of its prompt must end because a checkpoint is kept there; 0 for nowhere.
       base: tokens of the prompt that were processed in earlier turns.
@@ -341,6 +342,10 @@ class Sequence:
         self.chain: Chain | None = None
         self.chain_status = ""
         self.chain_reason: str | None = None
+        self.chain_miss: str | None = None
+        self.diverged_at: int | None = None
+        self.restored_from: str | None = None
+        self.retained_tokens = 0
         self.base = 0
         self.checkpoint_at = self.kept_at = 0
         self.begun = False

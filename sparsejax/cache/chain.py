@@ -209,6 +209,7 @@ class Chain:
       turns: finished turns.
       parent_id: the chain it was forked from.
       named: a client knows its id.
+      implicit: no client has asked for a chain so far.
       created_tick, used_tick: logical clock.
       created_s, used_s: seconds of the index's clock.
       placed_s: when its rows last went to another tier.
@@ -235,6 +236,7 @@ class Chain:
     turns: int = 0
     parent_id: str | None = None
     named: bool = False
+    implicit: bool = False
     created_tick: int = 0
     used_tick: int = 0
     created_s: float = 0.0

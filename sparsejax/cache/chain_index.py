@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sparsejax.cache import chain_miss
 from sparsejax.cache.chain import (
     STRIDE,
     Chain,
@@ -26,6 +27,7 @@ from sparsejax.cache.chain import (
     digest_of,
     stride_hashes,
 )
+from sparsejax.cache.chain_miss import Miss
 from sparsejax.errors import (
     ChainBusyError,
     ChainError,
@@ -54,6 +56,8 @@ class Turn:
       on_busy: "fork" continues from the newest checkpoint of a busy chain, "error" raises.
       branch: what becomes of a chain whose context was edited: "fork" leaves it, "rewind" cuts it.
       expected_tokens, expected_digest: what the client believes the ledger to be.
+      append_joint: the first id to append ends the last answer: left out if the ledger ends with it.
+      implicit: see `Chain`.
     """
 
     ids: np.ndarray
@@ -69,6 +73,8 @@ class Turn:
     branch: Literal["fork", "rewind"] = "fork"
     expected_tokens: int | None = None
     expected_digest: bytes | None = None
+    append_joint: bool = False
+    implicit: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Plan:
       checkpoint: index of the earlier state that is used; None is the head.
       forks: the source stays as it is and a new chain begins as a copy.
       reason: why nothing, or not the head of the named chain, is used.
+      miss: the same in a word; `diverged_at` is where the tokens part ways, if they do (see `chain_miss`).
     """
 
     status: Status
@@ -95,6 +102,8 @@ class Plan:
     forks: bool = False
     reason: str | None = None
     version: int = 0
+    miss: str | None = None
+    diverged_at: int | None = None
 
 
 class ChainIndex:
@@ -121,6 +130,7 @@ class ChainIndex:
         self.ids = ids
         self.chains: dict[str, Chain] = {}
         self.tombstones: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._dead: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # by hash of the last state
         self.counts: collections.Counter[str] = collections.Counter()
         self._release = release
         self._clock = clock
@@ -141,14 +151,14 @@ class ChainIndex:
           ChainError: see `errors`; with `on_miss="serve"` only for turns that lack the whole context.
         """
         if turn.chain_id is None:
-            return self._plan_unnamed(turn, "created", "cold")
+            return self._plan_unnamed(turn)
         try:
             chain = self.find(turn.chain_id, turn.tenant)
             return self._plan_named(turn, chain)
         except ChainError as error:
             if turn.append or turn.on_miss == "error" or isinstance(error, ChainBusyError):
                 raise
-            return self._plan_unnamed(turn, "recreated", error.message)
+            return self._plan_unnamed(turn, chain_miss.of_error(error))
 
     def find(self, chain_id: str, tenant: str = "") -> Chain:
         """The chain with this id, if this tenant may see it.
@@ -163,29 +173,32 @@ class ChainIndex:
         if chain is not None or origin in ("forged", "foreign"):
             raise ChainNotFoundError(f"chain {chain_id} is not known here ({origin} id)", chain_id=chain_id)
         reason = "restart" if origin == "older" else self.tombstones.get(chain_id, "forgotten")
-        raise ChainGoneError(f"chain {chain_id} is gone ({reason})", chain_id=chain_id)
+        raise ChainGoneError(f"chain {chain_id} is gone ({reason})", chain_id=chain_id, reason=reason)
 
     def _plan_named(self, turn: Turn, chain: Chain) -> Plan:
         name = chain.chain_id
         if turn.seed != chain.seed:
-            what = "fingerprint" if turn.fingerprint != chain.fingerprint else "salt"
-            raise ChainFingerprintError(f"chain {name} has another {what}", chain_id=name)
+            what = chain_miss.differing(chain, turn)
+            raise ChainFingerprintError(f"chain {name} has another {what}", chain_id=name, reason=what)
         if chain.busy and (turn.append or turn.on_busy == "error"):
             raise ChainBusyError(f"chain {name} has a turn under way", chain_id=name, retry_after_s=1.0)
         ids, ledger = turn.ids, chain.ledger
+        if turn.expected_tokens not in (None, len(ledger)):
+            text = f"chain {name} has {len(ledger)} tokens, not {turn.expected_tokens}"
+            raise ChainMismatchError(text, chain_id=name, reason="expected_tokens")
+        if turn.expected_digest is not None and turn.expected_digest != digest_of(ledger):
+            text = f"the tokens of chain {name} have another digest"
+            raise ChainMismatchError(text, chain_id=name, reason="expected_digest")
         if turn.append:
-            if turn.expected_tokens not in (None, len(ledger)):
-                text = f"chain {name} has {len(ledger)} tokens, not {turn.expected_tokens}"
-                raise ChainMismatchError(text, chain_id=name)
-            ids = np.concatenate([ledger, ids])
-        if turn.expected_digest not in (None, digest_of(ledger)):
-            raise ChainMismatchError(f"the tokens of chain {name} have another digest", chain_id=name)
+            joint = turn.append_joint and len(ledger) and ledger[-1] == ids[0]
+            ids = np.concatenate([ledger, ids[1:] if joint else ids])
         common = common_prefix(ledger, ids)
         if not chain.busy and common >= chain.processed < len(ids):
             return Plan("resumed", turn, ids, chain.processed, chain, version=chain.version)
-        reason = "busy" if chain.busy else self._why(chain, ids, common)
+        miss = self._why(chain, ids, common)
+        refusal = ChainMismatchError(f"chain {name}: {miss.text}", chain_id=name, reason=miss.reason, token=miss.token)
         if turn.append:
-            raise ChainMismatchError(f"chain {name}: {reason}", chain_id=name)
+            raise refusal
         fits = [c.processed <= common and c.processed < len(ids) for c in chain.checkpoints]
         best = max(
             (i for i, ok in enumerate(fits) if ok), key=lambda i: (chain.checkpoints[i].processed, i), default=None
@@ -193,25 +206,40 @@ class ChainIndex:
         if best is not None:
             forks = chain.busy or turn.branch == "fork"
             reused = chain.checkpoints[best].processed
-            return Plan("forked" if forks else "rewound", turn, ids, reused, chain, best, forks, reason, chain.version)
+            status: Status = "forked" if forks else "rewound"
+            how = miss.text, chain.version, miss.reason, miss.token
+            return Plan(status, turn, ids, reused, chain, best, forks, *how)
         if chain.busy:
-            return self._plan_unnamed(turn, "recreated", reason)
-        raise ChainMismatchError(f"chain {name}: {reason}", chain_id=name)
+            return self._plan_unnamed(turn, miss)
+        raise refusal
 
-    def _why(self, chain: Chain, ids: np.ndarray, common: int) -> str:
+    def _why(self, chain: Chain, ids: np.ndarray, common: int) -> Miss:
+        if chain.busy:
+            return Miss("busy", "busy")
         if common < min(chain.processed, len(ids)):
-            return f"diverged at token {common}: {chain.ledger[common]} was processed, {ids[common]} was sent"
-        return f"{chain.processed} tokens were processed and only {len(ids)} were sent: there is none to go on with"
+            text = f"diverged at token {common}: {chain.ledger[common]} was processed, {ids[common]} was sent"
+            return Miss("diverged", text, common)
+        text = f"{chain.processed} tokens were processed and only {len(ids)} were sent: there is none to go on with"
+        return Miss("short", text)
 
-    def _plan_unnamed(self, turn: Turn, status: Status, reason: str) -> Plan:
-        found = self.lookup(turn.seed, turn.ids) if turn.lookup and not turn.append else None
+    def _plan_unnamed(self, turn: Turn, miss: Miss | None = None) -> Plan:
+        """`miss` says why the named chain can't be used, if one was named."""
+        ids, searched = turn.ids, turn.lookup and not turn.append
+        hashes = stride_hashes(turn.seed, ids) if searched else []
+        found = self._lookup(hashes, ids) if searched else None
         if found is None:
-            return Plan(status, turn, turn.ids, reason=reason)
+            status: Status = "recreated" if miss else "created"
+            if miss is None:
+                chains = reversed(self.chains.values())
+                miss = chain_miss.of_nothing(chains, self._dead, turn, hashes) if searched else chain_miss.COLD
+            return Plan(status, turn, ids, reason=miss.text, miss=miss.reason, diverged_at=miss.token)
         chain, checkpoint = found
-        if checkpoint is None and not chain.named:
-            return Plan("adopted", turn, turn.ids, chain.processed, chain, reason=reason, version=chain.version)
         reused = chain.processed if checkpoint is None else chain.checkpoints[checkpoint].processed
-        return Plan("forked", turn, turn.ids, reused, chain, checkpoint, True, reason, chain.version)
+        miss = miss or chain_miss.of_divergence(chain, ids, reused)
+        how = (miss.text if miss else None, chain.version, *((miss.reason, miss.token) if miss else ()))
+        if checkpoint is None and not chain.named:
+            return Plan("adopted", turn, ids, reused, chain, None, False, *how)
+        return Plan("forked", turn, ids, reused, chain, checkpoint, True, *how)
 
     def lookup(self, seed: bytes, ids: np.ndarray) -> tuple[Chain, int | None] | None:
         """The state that has processed the longest proper prefix of `ids`: a chain, and a checkpoint or None: its head.
@@ -222,7 +250,9 @@ class ChainIndex:
           seed: see `Chain`.
           ids: uint32 [n].
         """
-        hashes = stride_hashes(seed, ids)
+        return self._lookup(stride_hashes(seed, ids), ids)
+
+    def _lookup(self, hashes: list[bytes], ids: np.ndarray) -> tuple[Chain, int | None] | None:
         for stride in range(len(hashes) - 1, -1, -1):
             found = [
                 (boundary, not chain.busy, -tier, chain.used_tick, chain, checkpoint)
@@ -261,7 +291,7 @@ class ChainIndex:
         now = self._clock()
         if source is None or plan.forks:
             chain = Chain(self.ids.mint(), turn.seed, turn.fingerprint, turn.method, turn.tenant, ChainState.RESTORING)
-            chain.created_tick, chain.created_s = self._tick, now
+            chain.created_tick, chain.created_s, chain.implicit = self._tick, now, turn.implicit
             if source is not None:
                 state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
                 chain.parent_id, chain.tier, chain.quality = source.chain_id, state.tier, state.quality
@@ -272,13 +302,31 @@ class ChainIndex:
             chain = source
             if plan.checkpoint is not None:
                 self._rewind(chain, plan.checkpoint)
-            if turn.chain_id is not None:
-                chain.named = True
+            chain.named = chain.named or turn.chain_id is not None
+            chain.implicit = chain.implicit and turn.implicit
             if chain.turns:
                 gap = max(0.0, now - chain.used_s)
                 chain.gap_s = gap if chain.gap_s is None else chain.gap_s + _GAP_SMOOTHING * (gap - chain.gap_s)
         chain.state, chain.owner = ChainState.RESTORING, owner
         self._touch(chain, now)
+        return chain
+
+    def fork(self, source: Chain, checkpoint: int | None, payload: Any, size: int, tier: Tier) -> Chain:
+        """A new idle chain like the head of another, or like one of its checkpoints. `payload` is its own copy."""
+        state = source if checkpoint is None else source.checkpoints[checkpoint]
+        chain = Chain(
+            self.ids.mint(), source.seed, source.fingerprint, source.method, source.tenant, ChainState.IDLE, tier
+        )
+        chain.ledger = source.ledger if checkpoint is None else source.ledger[: state.processed]
+        chain.hashes = stride_hashes(chain.seed, chain.ledger, source.hashes[: len(chain.ledger) // STRIDE + 1] or None)
+        chain.processed, chain.quality, chain.parent_id = state.processed, state.quality, source.chain_id
+        chain.payload, chain.size, chain.named = payload, size, True
+        chain.priority, chain.ttl_s = source.priority, source.ttl_s
+        self._tick += 1
+        chain.created_tick, chain.created_s = self._tick, self._clock()
+        self.chains[chain.chain_id] = chain
+        self.counts["forked"] += 1
+        self._touch(chain, chain.created_s)
         return chain
 
     def _rewind(self, chain: Chain, index: int) -> None:
@@ -521,6 +569,10 @@ class ChainIndex:
         self._touch(chain, chain.used_s)
         del self.chains[chain.chain_id]
         self.tombstones[chain.chain_id] = reason
+        if STRIDE <= chain.processed < len(chain.hashes) * STRIDE:
+            self._dead[chain.hashes[chain.processed // STRIDE]] = reason
+            if len(self._dead) > self._max_tombstones:
+                self._dead.popitem(last=False)
         while len(self.tombstones) > self._max_tombstones:
             self.tombstones.popitem(last=False)
         self.counts[f"gone_{reason}"] += 1

@@ -1,0 +1,80 @@
+"""What is said of a turn's chain: to its client, in the metrics and in the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from sparsejax.metrics import EngineMetrics
+from sparsejax.request import ChainReport
+from sparsejax.rows import Sequence
+
+log = logging.getLogger("sparsejax.chains")
+
+
+def report(seq: Sequence, ttl_s: float) -> ChainReport:
+    """What the client is told, at the beginning of the turn and at its end.
+
+    Args:
+      seq: a choice with a chain.
+      ttl_s: how long an idle chain stays, if its client did not say.
+    """
+    chain = seq.chain
+    assert chain is not None
+    busy = chain.busy
+    return ChainReport(
+        chain_id=chain.chain_id,
+        status=seq.chain_status,
+        parent_id=chain.parent_id,
+        reused_tokens=seq.base,
+        prefilled_tokens=len(seq.group.prompt) - seq.base,
+        reason=seq.chain_reason,
+        processed_tokens=0 if busy else chain.processed,
+        state="active" if busy else chain.state.value,
+        gone_reason=chain.reason,
+        quality=dataclasses.asdict(chain.quality),
+        miss=seq.chain_miss,
+        diverged_at=seq.diverged_at,
+        restored_from=seq.restored_from,
+        retained_tokens=seq.retained_tokens,
+        total_tokens=0 if busy else len(chain.ledger),
+        expires_s=ttl_s if chain.ttl_s is None else chain.ttl_s,
+    )
+
+
+def claimed(seq: Sequence, metrics: EngineMetrics) -> None:
+    """A turn was queued with its chain: counts it and logs one line, quieter if its client knows nothing of chains."""
+    chain, options = seq.chain, seq.group.request.chain
+    assert chain is not None
+    assert options is not None
+    metrics.chain_turns.inc(status=seq.chain_status)
+    if seq.chain_miss is not None:
+        metrics.prefix_cache_misses.inc(reason=seq.chain_miss)
+    log.log(
+        logging.DEBUG if options.implicit else logging.INFO,
+        "chain=%s status=%s request=%s method=%s parent=%s turn=%d reused=%d prefill=%d retained=%d from=%s "
+        "miss=%s at=%s",
+        chain.chain_id,
+        seq.chain_status,
+        seq.group.request_id,
+        seq.group.method,
+        chain.parent_id,
+        chain.turns + 1,
+        seq.base,
+        len(seq.group.prompt) - seq.base,
+        seq.retained_tokens,
+        seq.restored_from,
+        seq.chain_miss,
+        seq.diverged_at,
+    )
+
+
+def begun(seq: Sequence, metrics: EngineMetrics) -> None:
+    """A turn got its row: what it reuses is certain now."""
+    metrics.prefix_cache_queries.inc(len(seq.group.prompt))
+    metrics.prefix_cache_hits.inc(seq.base)
+    if seq.base:
+        metrics.chain_tokens_saved.inc(seq.base)
+    elif seq.chain_status == "recreated":
+        # Its client had a chain, so all but the newest message was computed before.
+        metrics.chain_tokens_recomputed.inc(len(seq.group.prompt), reason=seq.chain_miss or "unknown")
