@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 
+from sparsejax.cache.chain import ChainState, Tier
+from sparsejax.chain_tiers import Tiers, size_of, tier_of
 from sparsejax.metrics import EngineMetrics
+from sparsejax.plans import RunnerLimits
 from sparsejax.request import ChainReport
 from sparsejax.rows import Sequence
 
@@ -78,3 +82,23 @@ def begun(seq: Sequence, metrics: EngineMetrics) -> None:
     elif seq.chain_status == "recreated":
         # Its client had a chain, so all but the newest message was computed before.
         metrics.chain_tokens_recomputed.inc(len(seq.group.prompt), reason=seq.chain_miss or "unknown")
+
+
+def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics) -> None:
+    """Chains by state and tier, their bytes, and what the index has counted. Shared pages count for each chain."""
+    index, entries, sizes = tiers.index, collections.Counter[str](), collections.Counter[Tier]()
+    for chain in index.chains.values():
+        idle = chain.state is ChainState.IDLE
+        entries[f"idle_{chain.tier.name.lower()}" if idle else chain.state.value] += 1
+        for payload in (chain.payload, *(c.payload for c in chain.checkpoints)):
+            if payload is not None:
+                sizes[tier_of(payload)] += size_of(payload)
+    idle_states = [f"idle_{tier.name.lower()}" for tier in Tier]
+    for state in (ChainState.RESTORING.value, ChainState.ACTIVE.value, *idle_states):
+        metrics.chain_entries.set(entries[state], state=state)
+    for tier in Tier:
+        unit = limits.page_bytes / limits.geometry.head_pages_per_sequence_page if tier is Tier.DEVICE else 1
+        metrics.chain_bytes.set(sizes[tier] * unit, tier=tier.name.lower())
+    for event, count in index.counts.items():
+        if event != "reused_tokens":
+        metrics.chain_events.set_total(count, event=event)

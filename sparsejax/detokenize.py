@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from sparsejax.request import FinishReason, RequestStats, SamplingParams, TokenEvent, TokenLogprob
+from sparsejax.request import ChainReport, FinishReason, RequestStats, SamplingParams, TokenEvent, TokenLogprob
 
 REPLACEMENT = "\ufffd"
 
@@ -163,6 +163,8 @@ class TextStream:
         self._produced = 0  # characters decoded
         self._shown = 0  # characters returned
         self.num_tokens = 0
+        self._out = 0  # tokens returned
+        self.visible_tokens: int | None = None  # with a stop string: tokens that lie before it, whole
         self.stop_string: str | None = None
         self.finished = False
 
@@ -217,6 +219,9 @@ class TextStream:
             if ends:
                 end, _, stop = min(ends)
                 text = text[: end if self._include_stop else end - len(stop)]
+                cut = self._shown + len(text)
+                before = next((i for i, h in enumerate(self._held) if h.end > cut), len(self._held))
+                self.visible_tokens = self._out + before
                 self.stop_string, self.finished, self._held_text = stop, True, ""
                 self._shown = self._produced  # nothing more will come: every token is out
                 return text
@@ -243,6 +248,7 @@ class TextStream:
         while count < len(self._held) and (self.finished or self._held[count].end <= self._shown):
             count += 1
         out, self._held = self._held[:count], self._held[count:]
+        self._out += count
         return TextPiece(
             text=text,
             token_ids=tuple(h.token for h in out),
@@ -263,6 +269,7 @@ class Delta:
       stop_reason: the stop string or stop token id that ended the text; None for end-of-sequence.
       stats: what the choice cost, on the last delta.
       error: what went wrong when `finish_reason` is "error".
+      chain: what became of the choice's chain: on its first delta, which has no token, and on the last.
     """
 
     index: int
@@ -271,6 +278,7 @@ class Delta:
     stop_reason: str | int | None = None
     stats: RequestStats | None = None
     error: Exception | None = None
+    chain: ChainReport | None = None
 
 
 class Choice:
@@ -298,6 +306,11 @@ class Choice:
         return self._stream.stop_string is not None
 
     @property
+    def visible_tokens(self) -> int | None:
+        """Tokens that lie before the stop string, whole; None without one."""
+        return self._stream.visible_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Tokens generated, up to and including the one that ended a stop string."""
         return self._stream.num_tokens
@@ -308,13 +321,13 @@ class Choice:
         by_token = reason == "stop" and bool(event.token_ids)
         piece = self._stream.push(event.token_ids, event.logprobs, ends_with_stop_token=by_token)
         if reason is None:
-            return Delta(self.index, piece)
+            return Delta(self.index, piece, chain=event.chain)
         tail = self._stream.finish()
         stats = event.stats and dataclasses.replace(event.stats, completion_tokens=self.num_tokens)
         stop_string = self._stream.stop_string
         if stop_string is not None:
-            return Delta(self.index, _join(piece, tail), "stop", stop_string, stats)
-        return Delta(self.index, _join(piece, tail), reason, event.stop_reason, stats, event.error)
+            return Delta(self.index, _join(piece, tail), "stop", stop_string, stats, None, event.chain)
+        return Delta(self.index, _join(piece, tail), reason, event.stop_reason, stats, event.error, event.chain)
 
 
 def _join(a: TextPiece, b: TextPiece) -> TextPiece:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeVar
 
+from sparsejax import chain_reports
 from sparsejax.chains import Chains
 from sparsejax.errors import EngineDeadError, QueueFullError, RequestError, ShuttingDownError
 from sparsejax.metrics import EngineMetrics
@@ -32,6 +33,7 @@ T = TypeVar("T")
 log = logging.getLogger("sparsejax.engine")
 
 _CHAINS_INTERVAL_S = 5.0  # between two looks at the chains of an idle engine
+_GAUGES_INTERVAL_S = 0.5  # between two counts of the chains of a busy engine
 _ROWS_INTERVAL_S = 0.05  # between two looks at every row of a busy engine
 
 Health = Literal["ok", "draining", "failed", "closed"]
@@ -54,8 +56,9 @@ class RowSnapshot(NamedTuple):
 class EngineSnapshot:
     """The engine at the end of an iteration. Counts of choices, not of requests; pages are head-pages.
 
-    While the engine is busy `rows` is at most 0.05 s older than the rest. `last_step_s` is `time.monotonic()` at the
-    end of the iteration; `last_step_age_s` grows while a busy engine is stuck.
+    While the engine is busy `rows` and `chain_pages` (at most so many are held by idle chains) may be 0.05 s older than
+    the rest. `last_step_s` is `time.monotonic()` at the end of the iteration; `last_step_age_s` grows while a busy engine
+    is stuck.
     """
 
     running: int = 0
@@ -63,6 +66,7 @@ class EngineSnapshot:
     swapped: int = 0
     free_pages: int = 0
     total_pages: int = 0
+    chain_pages: int = 0
     free_rows: int = 0
     rows: tuple[RowSnapshot, ...] = ()
     steps: int = 0
@@ -75,8 +79,9 @@ class EngineSnapshot:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages in use, 0 to 1."""
-        return 1.0 - self.free_pages / self.total_pages if self.total_pages else 0.0
+        """Share of the pages in use, 0 to 1. Those of idle chains come free when they are needed, and don't count."""
+        used = max(0, self.total_pages - self.free_pages - self.chain_pages)
+        return used / self.total_pages if self.total_pages else 0.0
 
     @property
     def last_step_age_s(self) -> float:
@@ -114,6 +119,8 @@ class Engine:
         self._status_tokens = 0.0
         self._rows: tuple[RowSnapshot, ...] = ()
         self._rows_s = 0.0
+        self._chain_pages = 0
+        self._gauges_s = 0.0
         self._snapshot = EngineSnapshot()
         self._publish(busy=False)
         self._thread = threading.Thread(target=self._run, name="sparsejax-engine", daemon=True)
@@ -282,6 +289,10 @@ class Engine:
         if not busy or now - self._rows_s >= _ROWS_INTERVAL_S:
             self._rows_s = now
             self._rows = self._describe_rows()
+            self._chain_pages = scheduler.chains.tiers.reclaimable()
+            if not busy or now - self._gauges_s >= _GAUGES_INTERVAL_S:
+                self._gauges_s = now
+                chain_reports.gauges(scheduler.chains.tiers, self.limits, metrics)
         pool = scheduler.memory.pool
         self._snapshot = snapshot = EngineSnapshot(
             running=len(scheduler.running),
@@ -289,6 +300,7 @@ class Engine:
             swapped=len(scheduler.swapped),
             free_pages=pool.free_head_pages,
             total_pages=pool.num_head_pages,
+            chain_pages=min(self._chain_pages, pool.num_head_pages - pool.free_head_pages),
             free_rows=len(scheduler.memory.free_rows),
             rows=self._rows,
             steps=scheduler.step_number,

@@ -22,7 +22,7 @@ import numpy as np
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
 from sparsejax.chains import Chains
-from sparsejax.errors import CacheTooSmallError, RequestError
+from sparsejax.errors import CacheTooSmallError, ChainDisabledError, RequestError
 from sparsejax.launches import Launches, RunnerError, call_runner
 from sparsejax.memory import Memory, SwapSpace
 from sparsejax.metrics import EngineMetrics
@@ -83,6 +83,8 @@ class Lifecycle:
 
     def prepare(self, request: Request, on_event: Callable[[TokenEvent], None]) -> Group:
         """Checks a request against fixed limits; safe in any thread. Raises RequestError."""
+        if request.chain is not None and not self.settings.chain_cache:
+            raise ChainDisabledError("chains are off here (--chain-cache)", chain_id=request.chain.chain_id)
         return admissible(request, self.limits, self.memory, self.planner.max_chunk, on_event)
 
     def add(self, group: Group) -> None:

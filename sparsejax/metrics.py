@@ -44,6 +44,10 @@ class Counter(Metric):
         key = _label_value(self, labels)
         self._values[key] = self._values.get(key, 0.0) + amount
 
+    def set_total(self, total: float, **labels: str) -> None:
+        """Takes over what somebody else has counted; that never goes down."""
+        self._values[_label_value(self, labels)] = total
+
     def value(self, **labels: str) -> float:
         return self._values.get(_label_value(self, labels), 0.0)
 

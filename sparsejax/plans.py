@@ -311,6 +311,7 @@ class RunnerLimits:
       prefill_buckets: allowed (rows, chunk tokens) shapes.
       eos_ids: ids that end a text.
       methods: served methods by name; the first is the default.
+      page_bytes: device bytes of one sequence-granular page, 0 where that is not known.
       identity: digest of all else that makes rows comparable: weights, storage, knobs of the methods, tokenizer.
     """
 
@@ -323,6 +324,7 @@ class RunnerLimits:
     eos_ids: tuple[int, ...]
     methods: Mapping[str, MethodFacts]
     identity: str = ""
+    page_bytes: int = 0
 
 
 class Runner(Protocol):

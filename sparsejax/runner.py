@@ -35,7 +35,7 @@ from sparsejax.plans import (
 )
 from sparsejax.programs import Compiled, Program, compile_all, compile_one
 from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, greedy_inputs
-from sparsejax.state import IN_PROMPT, MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state
+from sparsejax.state import IN_PROMPT, MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state, sequence_page_nbytes
 from sparsejax.storage import Storage
 
 log = logging.getLogger("sparsejax.runner")
@@ -160,6 +160,7 @@ class DeviceRunner:
             prefill_buckets=prefill_buckets,
             eos_ids=eos_ids,
             methods=dict(methods),
+            page_bytes=sequence_page_nbytes(geometry, tuple(methods.values()), storage),
         )
         self.weights = weights
         self._methods = methods

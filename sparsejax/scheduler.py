@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsejax.cache.pages import IntegrityError
-from sparsejax.errors import QueueTimeoutError, RequestError
+from sparsejax.errors import ChainCapacityError, QueueTimeoutError, RequestError
 from sparsejax.launches import call_runner
 from sparsejax.lifecycle import Lifecycle, age, log
 from sparsejax.plans import DecodeRow, PrefillRow, ReplayRow, StepResult, Ticket
@@ -60,14 +60,21 @@ class Scheduler(Lifecycle):
 
     def _expire(self) -> None:
         """Ends requests that waited too long without any choice being admitted."""
-        now = self.clock()
+        now, longest_s = self.clock(), self.settings.queue_timeout_s
+        chain_s = self.settings.chain_queue_timeout_s or longest_s
         for seq in list(self.waiting):
             group, waited_s = seq.group, now - seq.group.request.arrival_s
-            if waited_s <= self.settings.queue_timeout_s:
+            if waited_s <= min(longest_s, chain_s):
                 break  # the queue is in order of arrival, but for preempted choices, which don't expire
+            chain_id = group.request.chain.chain_id if group.request.chain else None
+            if waited_s <= (chain_s if chain_id else longest_s):
+                continue
             if not group.started and seq.state is State.WAITING:
                 reason = "not enough free cache pages" if self.memory.free_rows else "no free row"
-                error = QueueTimeoutError(f"waited {waited_s:.1f} s for admission: {reason}", retry_after_s=1.0)
+                text = f"waited {waited_s:.1f} s for admission: {reason}"
+                error: RequestError = QueueTimeoutError(text, retry_after_s=1.0)
+                if chain_id:
+                    error = ChainCapacityError(text, chain_id=chain_id, retry_after_s=1.0)
                 for choice in group.choices:
                     self._finish(choice, "error", error=error)
 

@@ -30,6 +30,10 @@ class EngineSettings:
     swap_bytes: int = _setting(
         4 << 30, "host memory for swapped-out requests; beyond it they are recomputed", 0, unit="B"
     )
+    chain_cache: bool = _setting(True, "keep conversations between their turns", 0, 1)
+    chain_queue_timeout_s: float | None = _setting(
+        None, "longest wait of a turn that names its chain. None: queue_timeout_s", 0.001, unit="s"
+    )
     chain_host_bytes: int = _setting(4 << 30, "host memory for idle chains that the cache has no room for", 0, unit="B")
     chain_ttl_s: float = _setting(
         3600.0, "idle time after which a chain goes a tier down, at last away", 0.001, unit="s"
@@ -45,6 +49,10 @@ class EngineSettings:
             if value is None and field.default is None:
                 continue
             integral = "float" not in str(field.type)
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{field.name}={value!r} must be True or False")
+                continue
             if isinstance(value, bool) or not isinstance(value, int if integral else (int, float)):
                 kind = "an integer" if integral else "a number"
                 raise ConfigError(f"{field.name}={value!r} must be {kind}")
