@@ -101,4 +101,4 @@ def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics) -> None:
         metrics.chain_bytes.set(sizes[tier] * unit, tier=tier.name.lower())
     for event, count in index.counts.items():
         if event != "reused_tokens":
-        metrics.chain_events.set_total(count, event=event)
+            metrics.chain_events.set_total(count, event=event)

@@ -57,8 +57,8 @@ class EngineSnapshot:
     """The engine at the end of an iteration. Counts of choices, not of requests; pages are head-pages.
 
     While the engine is busy `rows` and `chain_pages` (at most so many are held by idle chains) may be 0.05 s older than
-    the rest. `last_step_s` is `time.monotonic()` at the end of the iteration; `last_step_age_s` grows while a busy engine
-    is stuck.
+    the rest. `last_step_s` is `time.monotonic()` at the end of the iteration; `last_step_age_s` grows while a busy
+    engine is stuck.
     """
 
     running: int = 0
