@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
-from sparsejax.request import ChainReport, FinishReason
+from sparsejax.request import ChainOptions, ChainReport, FinishReason
 from sparsejax.rows import Group, Sequence, ceil_div
 from sparsejax.settings import EngineSettings
 
@@ -67,6 +67,26 @@ class Chains:
         self._fingerprints: dict[str, bytes] = {}
         self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
 
+    @property
+    def now_s(self) -> float:
+        """Seconds of the clock that all times of chains are in."""
+        return self._clock()
+
+    @property
+    def memory(self) -> Memory:
+        """Rows and pages."""
+        return self._memory
+
+    @property
+    def ttl_s(self) -> float:
+        """How long an idle chain stays whose client did not say."""
+        return self._settings.chain_ttl_s
+
+    @property
+    def methods(self) -> Collection[str]:
+        """Those that chains can have."""
+        return self._runner.limits.methods.keys()
+
     def fingerprint(self, method: str) -> bytes:
         """Of what a method makes on this engine."""
         if method not in self._fingerprints:
@@ -89,29 +109,12 @@ class Chains:
         """Gives a queued request its chain. Raises RequestError with nothing changed."""
         options, seq = group.request.chain, group.choices[0]
         assert options is not None
-        prints = self.fingerprint(group.method)
-        turn = Turn(
-            as_ids(group.prompt.astype(np.uint32)),
-            seed_of(prints, options.salt, options.tenant),
-            prints,
-            group.method,
-            options.tenant,
-            options.chain_id or None,
-            options.append,
-            options.lookup,
-            options.on_miss,
-            options.on_busy,
-            options.branch,
-            options.expected_tokens,
-            options.expected_digest,
-            options.append_joint,
-            options.implicit,
-        )
+        turn = self.turn(options, group.prompt, group.method)
         plan = self.index.plan(turn)
         limit = self._most_tokens(group, plan)
         copy = None
         if plan.forks and plan.source is not None:
-            copy = self._copy(plan)
+            copy = self.copy(plan.source, plan.checkpoint)
             if copy is None:
                 status = "created" if options.chain_id is None else "recreated"
                 plan = Plan(status, turn, plan.ids, reason="no room for a copy of the chain", miss="evicted")
@@ -129,6 +132,27 @@ class Chains:
         self._set_base(seq, plan.reused)
         self._turns[group.request_id] = seq
         chain_reports.claimed(seq, self._metrics)
+
+    def turn(self, options: ChainOptions, prompt: np.ndarray, method: str) -> Turn:
+        """What a request asks of the index."""
+        prints = self.fingerprint(method)
+        return Turn(
+            as_ids(prompt.astype(np.uint32)),
+            seed_of(prints, options.salt, options.tenant),
+            prints,
+            method,
+            options.tenant,
+            options.chain_id or None,
+            options.append,
+            options.lookup,
+            options.on_miss,
+            options.on_busy,
+            options.branch,
+            options.expected_tokens,
+            options.expected_digest,
+            options.append_joint,
+            options.implicit,
+        )
 
     def _most_tokens(self, group: Group, plan: Plan) -> int:
         payload = None
@@ -152,11 +176,9 @@ class Chains:
         fits = tokens < shared <= len(group.prompt) - group.min_final_chunk and not group.facts.replays_prompts
         seq.checkpoint_at = shared if fits else 0
 
-    def _copy(self, plan: Plan) -> DeviceRows | HostRows | None:
-        """A second owner of the state that a fork begins with; None if there is no room."""
-        source = plan.source
-        assert source is not None
-        state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
+    def copy(self, source: Chain, checkpoint: int | None) -> DeviceRows | HostRows | None:
+        """A second owner of a chain's state, its head or a checkpoint; None if there is no room."""
+        state = source if checkpoint is None else source.checkpoints[checkpoint]
         payload = state.payload
         if isinstance(payload, HostRows):
             fits = self.host.put(payload.method, payload.num_pages, payload.swapped.nbytes)
@@ -359,7 +381,7 @@ class Chains:
 
     def report(self, seq: Sequence) -> ChainReport:
         """What the client is told."""
-        return chain_reports.report(seq, self._settings.chain_ttl_s)
+        return chain_reports.report(seq, self.ttl_s)
 
     # Room.
 
