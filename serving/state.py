@@ -10,15 +10,19 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from sparsejax.config import Progress
 from sparsejax.errors import EngineDeadError, RequestError, ShuttingDownError
 from sparsejax.request import Request, TokenEvent
 
 if TYPE_CHECKING:
+    from sparsejax.chains import Chains
     from sparsejax.engine import EngineSnapshot
     from sparsejax.metrics import EngineMetrics
+
+T = TypeVar("T")
 
 Phase = Literal["loading", "ready", "draining", "failed"]
 
@@ -54,7 +58,8 @@ class Engine(Protocol):
 
     def submit(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None: ...
     def cancel(self, request_id: str) -> None: ...
-    def stop(self, request_id: str, index: int) -> None: ...
+    def stop(self, request_id: str, index: int, visible_tokens: int | None = None) -> None: ...
+    def ask(self, function: Callable[[Chains], T]) -> Future[T]: ...
 
     @property
     def snapshot(self) -> EngineSnapshot: ...
@@ -76,6 +81,7 @@ class Served:
       generation_defaults: sampling parameters the checkpoint recommends (temperature, top_p, ...).
       template_variables: given to the chat template unless the request says otherwise.
       model_path: where the model came from, for `root` in /v1/models.
+      chain_cache: conversations are kept between their turns.
       info: facts for /server_info and the info metrics, in groups: {"cache_config": {"page_size": 16, ...}, ...}.
     """
 
@@ -89,6 +95,7 @@ class Served:
     template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model_path: str = ""
     info: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    chain_cache: bool = True
 
 
 class ServerState:

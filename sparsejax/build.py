@@ -115,6 +115,11 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         max_num_batched_tokens=max(rows * tokens for rows, tokens in capacity.prefill_buckets),
         stall_target_ms=config.stall_target_ms,
         swap_bytes=config.swap_bytes,
+        chain_cache=config.chain_cache == "on",
+        chain_host_bytes=config.chain_host_bytes,
+        chain_ttl_s=config.chain_ttl_s,
+        chain_checkpoints=config.chain_checkpoints,
+        chain_queue_timeout_s=config.chain_queue_timeout_s,
     )
     defaults = loaded.generation_defaults if config.generation_config == "auto" else {}
     return BuiltEngine(

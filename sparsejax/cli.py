@@ -31,6 +31,7 @@ _GROUPS = {
     "model": "model",
     "sparsity": "sparse method",
     "memory": "memory and batching",
+    "chains": "conversations (chains)",
     "compilation": "compilation",
     "server": "HTTP server",
 }
@@ -278,6 +279,8 @@ def parse_value(field: dataclasses.Field[Any], annotation: Any, raw: Any, source
             return float(raw)
         except (TypeError, ValueError):
             raise ConfigError(f"{source} must be a number, got {raw!r}") from None
+    if isinstance(raw, bool) and field.metadata["choices"] == ("on", "off"):
+        return "on" if raw else "off"  # YAML takes these words for its own
     if not isinstance(raw, str):
         raise ConfigError(f"{source} must be a string, got {raw!r}")
     return raw

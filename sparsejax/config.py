@@ -152,6 +152,35 @@ class EngineConfig:
     swap_bytes: int = _setting(
         4 << 30, "host memory for swapped-out requests", group="memory", low=0, unit="bytes", kind="bytes"
     )
+    # Chains
+    chain_cache: str = _setting(
+        "on", "keep the memory of conversations between their turns", group="chains", choices=("on", "off")
+    )
+    chain_host_bytes: int = _setting(
+        4 << 30,
+        "host memory for idle chains that the KV pool has no room for",
+        group="chains",
+        low=0,
+        unit="bytes",
+        kind="bytes",
+    )
+    chain_ttl_s: float = _setting(
+        3600.0,
+        "idle time after which a chain goes a tier down, at last away",
+        group="chains",
+        low=0.001,
+        unit="s",
+    )
+    chain_checkpoints: int = _setting(
+        2, "earlier states of each kind that a chain keeps; 0 for none", group="chains", low=0, high=128
+    )
+    chain_queue_timeout_s: float | None = _setting(
+        None,
+        "longest wait before a turn that names its chain gets 503; default: --queue-timeout-s",
+        group="chains",
+        low=0.1,
+        unit="s",
+    )
     tensor_parallel_size: int = _setting(1, "devices that share each layer; only 1 works so far", group="memory", low=1)
     # Compilation
     precompile: str = _setting(
@@ -305,6 +334,9 @@ def _check(config: Any) -> None:
         base, optional = without_none(hints[field.name])
         if value is None and optional:
             continue
+        if isinstance(value, bool) and meta["choices"] == ("on", "off"):
+            value = "on" if value else "off"
+            object.__setattr__(config, field.name, value)
         if meta["kind"] in ("pairs", "json"):
             object.__setattr__(config, field.name, _pairs(value))
         elif typing.get_origin(base) is tuple:

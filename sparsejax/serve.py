@@ -98,6 +98,7 @@ def serve_built(built: Built, server: ServerConfig) -> Served:
         template_variables=dict(server.default_chat_template_kwargs),
         model_path=built.model_path,
         info=built.info,
+        chain_cache=built.engine.settings.chain_cache,
     )
 
 

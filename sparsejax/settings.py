@@ -39,7 +39,7 @@ class EngineSettings:
         3600.0, "idle time after which a chain goes a tier down, at last away", 0.001, unit="s"
     )
     chain_checkpoints: int = _setting(
-        2, "states at turn ends that a chain keeps, its last one included; 0 for none", 0, 16
+        2, "states at turn ends that a chain keeps, its last one included; 0 for none", 0, 128
     )
     status_interval_s: float = _setting(10.0, "time between status lines in the log", 0.001, unit="s")
 
