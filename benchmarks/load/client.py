@@ -58,7 +58,13 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One whole answer. `times_s` are the arrivals of its pieces of text; `counted_by` says who counted its tokens."""
+    """One whole answer.
+
+    Attributes:
+      times_s: arrivals of its pieces of text.
+      counted_by: who counted its tokens.
+      chain: what our server says of the conversation's chain.
+    """
 
     sent_s: float
     end_s: float
@@ -68,6 +74,8 @@ class Answer:
     counted_by: str
     cached_tokens: int | None = None
     cost: dict[str, Any] | None = None
+    text: str = ""
+    chain: dict[str, Any] | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -225,7 +233,7 @@ def read(record: Record, count: Callable[[str], int] | None = None) -> Answer | 
         return failed(record.failure, record.detail)
     times, texts = [], []
     usage: dict[str, Any] = {}
-    cost = finish = None
+    cost = chain = finish = None
     done = False
     for time_s, data in record.lines:
         if data == b"[DONE]":
@@ -244,6 +252,7 @@ def read(record: Record, count: Callable[[str], int] | None = None) -> Answer | 
         finish = next((c["finish_reason"] for c in chunk.get("choices") or () if c.get("finish_reason")), finish)
         usage = chunk.get("usage") or usage
         cost = chunk.get("sparsejax") or cost
+        chain = chunk.get("chain") or chain
     if not done:
         return failed("cut short", f"no [DONE] after {len(times)} pieces of text")
     if not times:
@@ -265,6 +274,8 @@ def read(record: Record, count: Callable[[str], int] | None = None) -> Answer | 
         counted_by=counted_by,
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         cost=cost,
+        text="".join(texts),
+        chain=chain,
     )
 
 

@@ -1,0 +1,397 @@
+"""Whether a fact that a method dropped comes back when it is asked for: the Chain Cache's recall, case by case.
+
+    python -m benchmarks.chain_recall --json     # 50 cases, about twenty minutes on two cores
+    python -m benchmarks.chain_recall --quick    # random weights: does it run?
+
+A conversation of --turns turns through public-domain prose. Turn 2 states a password, later ones state others, and the
+last turn asks for the first: the rank and the log-probability of the answer's token, with the answer up to it given.
+Every turn is a turn of a chain, in this process; what the assistant says is the same for all sides, so all see the same
+tokens. Methods keep --budget rows, with recall off and with recall "host" of at most --recall-budget rows; dense
+attention keeps all. Only cases count in which dense attention ranks the answer first.
+
+Whether the fact was dropped is read from the cache after turn --look-after: the share of its rows that are still there,
+averaged over layers and heads. A case is back within 5% of dense if its answer is ranked first and has at least 0.95
+times the probability that dense gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import queue
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import common, quiet
+from benchmarks.quality import scores, tasks
+from benchmarks.served import QUICK_MODEL
+
+CLOSE = 0.95
+"""Share of dense's probability from which an answer counts as back."""
+MOST_RANKED = 20
+DENSE = "dense"
+QUICK: dict[str, Any] = {
+    "load_format": "dummy",
+    "cases": 2,
+    "most_tried": 2,
+    "turns": 5,
+    "look_after": 3,
+    "turn_tokens": 300,
+    "budget": 64,
+    "recall_budget": 64,
+}
+_SYSTEM = "You are a careful reader. You remember what the user tells you and answer in few words."
+_PART = "This is part {number} of the book.\n\n{text}"
+_NOTED = "Noted."
+_ASK = "What is the password of the {key}?"
+_LEAD = 'The password of the {key} is "{key}'
+_DISTRACTORS = (4, 7)
+"""Turns that state another password."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One conversation.
+
+    Attributes:
+      contexts: ids that each turn sends; each begins with the one before.
+      answer: the id that the last turn asks for.
+      fact: ids of the sentence that states it lie at these positions.
+    """
+
+    contexts: tuple[tuple[int, ...], ...]
+    answer: int
+    fact: range
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A method, as users write it, and its recall."""
+
+    name: str
+    spec: str
+    recall: str = "off"
+    recall_budget: int | str = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The answer's token in the last turn. `rank` counts from 1; beyond `MOST_RANKED` it is one more than that."""
+
+    logprob: float
+    rank: int
+    held: float | None = None
+    recall: Mapping[str, Any] | None = None
+
+
+# Cases
+
+
+def make_case(tokenizer: Any, vocabulary: tasks.Vocabulary, turns: int, turn_tokens: int, seed: int) -> Case:
+    """A conversation of `turns` turns, each but the last with about `turn_tokens` tokens of prose.
+
+    Raises:
+      ValueError: the tokenizer joins tokens over the border of two turns.
+    """
+    rng = random.Random(seed)
+    keys = rng.sample(tasks.PLACES, 1 + len(_DISTRACTORS))
+    values = rng.sample(range(len(vocabulary.words)), len(keys))
+    told = dict(zip((2, *_DISTRACTORS), zip(keys, values, strict=True), strict=True))
+    words = common.prose_of(rng.choice(common.TEXTS)).split()
+    place = rng.randrange(len(words))
+    messages: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM}]
+    contexts: list[tuple[int, ...]] = []
+    fact = ""
+    for turn in range(1, turns):
+        size = max(4, round(turn_tokens * 3 / 4))
+        excerpt = [words[(place + i) % len(words)] for i in range(size)]
+        place += size
+        text = " ".join(excerpt)
+        if turn in told:
+            key, value = told[turn]
+            sentence = f'{_LEAD.format(key=key)} {vocabulary.words[value]}".'
+            fact = sentence if turn == 2 else fact
+            text = " ".join(excerpt[: size // 2]) + f"\n\n{sentence}\n\n" + " ".join(excerpt[size // 2 :])
+        messages.append({"role": "user", "content": _PART.format(number=turn, text=text)})
+        contexts.append(tuple(tokenizer.render_chat(messages, add_generation_prompt=True)))
+        messages.append({"role": "assistant", "content": _NOTED})
+    key, value = told[2]
+    messages.append({"role": "user", "content": _ASK.format(key=key)})
+    lead = tokenizer.encode(_LEAD.format(key=key), add_special_tokens=False)
+    last = [*tokenizer.render_chat(messages, add_generation_prompt=True), *lead, *vocabulary.glue]
+    contexts.append(tuple(last))
+    for before, after in itertools.pairwise(contexts):
+        if after[: len(before)] != before:
+            raise ValueError("a turn's tokens do not begin with those of the turn before")
+    stated = tokenizer.encode(fact, add_special_tokens=False)
+    return Case(tuple(contexts), vocabulary.first[value], span(contexts[1], stated))
+
+
+def span(ids: Sequence[int], part: Sequence[int]) -> range:
+    """Where a part lies in ids. Raises ValueError if it is nowhere."""
+    for start in range(len(ids) - len(part) + 1):
+        if list(ids[start : start + len(part)]) == list(part):
+            return range(start, start + len(part))
+    raise ValueError("the fact's tokens are not those of the context")
+
+
+# Numbers
+
+
+def close(found: Found, dense: Found) -> bool:
+    """Back within 5% of dense."""
+    return found.rank <= dense.rank and found.logprob >= dense.logprob + math.log(CLOSE)
+
+
+def compare(found: Sequence[Found], dense: Sequence[Found]) -> dict[str, Any]:
+    """One side against dense, case by case. `probability_over_dense` is the geometric mean of the ratios."""
+    differences = [a.logprob - b.logprob for a, b in zip(found, dense, strict=True)]
+    count = len(found)
+    return {
+        "cases": count,
+        "logprob": statistics.fmean(one.logprob for one in found),
+        "logprob_over_dense": statistics.fmean(differences),
+        "probability_over_dense": math.exp(statistics.fmean(differences)),
+        "worst_logprob_over_dense": min(differences),
+        "ranked_first": scores.wilson(sum(one.rank == 1 for one in found), count),
+        "median_rank": statistics.median(one.rank for one in found),
+        "within_5_percent": scores.wilson(sum(close(a, b) for a, b in zip(found, dense, strict=True)), count),
+    }
+
+
+def goals(sides: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """With recall the answer is back on average, and without it is not."""
+    found = []
+    for name, side in sides.items():
+        if name == DENSE:
+            continue
+        ratio = side["probability_over_dense"]
+        wanted = side["recall"] != "off"
+        goal = f"{name}: probability of the answer {'at least' if wanted else 'below'} {CLOSE:g} of dense's"
+        found.append({"goal": goal, "found": ratio, "met": (ratio >= CLOSE) == wanted})
+    return found
+
+
+def reasons(result: Mapping[str, Any], wanted: int) -> list[str]:
+    """Why a run is invalid; nothing if it is valid."""
+    found = []
+    if result["cases"] < wanted:
+        found.append(f"{result['cases']} cases that dense solves, fewer than {wanted}")
+    for name, side in result["sides"].items():
+        held = side.get("fact_rows_held")
+        if held is not None and held > 0.5:
+            found.append(f"{name} still held {held:.0%} of the fact's rows: it was not dropped")
+    return found
+
+
+# Measuring
+
+
+def sides_of(methods: Sequence[str], budget: int, recall_budget: int | str) -> list[Side]:
+    from sparsejax import registry
+
+    found = [Side(DENSE, DENSE)]
+    for name in methods:
+        spec = registry.sized(name, budget).replace(" ", "")
+        found += [Side(f"{name} {budget}, off", spec)]
+        found += [Side(f"{name} {budget}, recall {recall_budget}", spec, "host", recall_budget)]
+    return found
+
+
+class Bench:
+    """Turns of chains on an engine in this process."""
+
+    def __init__(self, built: Any) -> None:
+        self.built = built
+        self._number = 0
+
+    def turn(self, side: Side, ids: Sequence[int], chain_id: str | None, answer: int | None = None) -> tuple[Any, Any]:
+        """(first token with its log-probabilities, report of the chain) of one turn; `answer` is forced."""
+        from sparsejax.request import ChainOptions, Request, SamplingParams
+
+        self._number += 1
+        bias = () if answer is None else ((answer, 100.0),)
+        count = None if answer is None else MOST_RANKED
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logit_bias=bias, logprobs=count)
+        recall: dict[str, Any] = {} if side.recall == "off" else {"recall_budget": side.recall_budget}
+        options = ChainOptions(chain_id, lookup=False, on_miss="error", recall=side.recall, **recall)
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        request = Request(f"recall-{self._number}", tuple(ids), params, side.spec, chain=options)
+        self.built.engine.submit(request, events.put)
+        first = None
+        while True:
+            event = events.get(timeout=600)
+            first = event if event.token_ids else first
+            if event.finish_reason == "error":
+                raise SystemExit(f"{side.name}: {event.error}")
+            if event.finish_reason is not None:
+                return first, event.chain
+
+    def held(self, chain_id: str, positions: range) -> float:
+        """Share of the rows of some positions that a chain still has, averaged over layers and heads."""
+        return self.built.engine.ask(lambda chains: held_rows(chains, self.built.runner, chain_id, positions)).result()
+
+    def case(self, side: Side, case: Case, look_after: int) -> Found:
+        chain_id, held = None, None
+        for number, ids in enumerate(case.contexts, 1):
+            last = number == len(case.contexts)
+            event, report = self.turn(side, ids, chain_id, case.answer if last else None)
+            chain_id = report.chain_id
+            if number > 1 and not report.reused_tokens:
+                raise SystemExit(f"{side.name}: turn {number} took nothing over: {report.reason}")
+            if number == look_after and side.spec != DENSE and side.recall == "off":
+                held = self.held(chain_id, case.fact)
+        (logprob,) = event.logprobs
+        ranked = [token for token, _ in sorted(logprob.top, key=lambda pair: -pair[1])]
+        rank = ranked.index(case.answer) + 1 if case.answer in ranked else MOST_RANKED + 1
+        recall = None if report.recall is None else dataclasses.asdict(report.recall)
+        self.built.engine.ask(lambda chains: chains.index.drop(chains.index.chains[chain_id], "deleted")).result()
+        return Found(logprob.logprob, rank, held, recall)
+
+
+def held_rows(chains: Any, runner: Any, chain_id: str, positions: range) -> float:
+    """For the engine's thread: reads the positions of a chain's rows from the pool."""
+    import numpy as np
+
+    rows, geometry = chains.index.chains[chain_id].payload, runner.limits.geometry
+    pages, stored = rows.pages, np.asarray(runner.state.pools["positions"])
+    parts, wanted, found = geometry.head_pages_per_page(pages.granularity), set(positions), []
+    for layer in range(geometry.num_layers):
+        for head in range(geometry.num_kv_heads):
+            l, h = min(layer, pages.columns.shape[0] - 1), min(head, pages.columns.shape[1] - 1)
+            part = 0 if parts == 1 else head if parts == geometry.num_kv_heads else layer * geometry.num_kv_heads + head
+            ids = pages.table[l, h][: int(pages.columns[l, h])] * parts + part
+            kept = stored[ids].reshape(-1)[: int(pages.lengths[l, h])].tolist()
+            found.append(len(wanted.intersection(kept)) / len(wanted))
+    return statistics.fmean(found)
+
+
+def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str], None]) -> dict[str, Any]:
+    from sparsejax.build import build_engine
+    from sparsejax.config import EngineConfig
+
+    sides = sides_of(arguments.methods, arguments.budget, arguments.recall_budget)
+    specs = list(dict.fromkeys(side.spec for side in sides))
+    common.use_compilation_cache()
+    window = 256 * -(-(arguments.turns * (2 * arguments.turn_tokens + 40) + 128) // 256)
+    config = EngineConfig(
+        model=arguments.model,
+        load_format=arguments.load_format,
+        sparse_method=specs[0],
+        request_methods=tuple(specs[1:]),
+        max_num_seqs=4,
+        max_model_len=None if arguments.model else window,
+        precompile="none",
+    )
+    built = build_engine(config, None)
+    found: dict[str, list[Found]] = {side.name: [] for side in sides}
+    usage, tried = quiet.usage(), 0
+    try:
+        bench = Bench(built)
+        vocabulary = tasks.Vocabulary.of(
+            lambda text: built.tokenizer.encode(text, add_special_tokens=False), common.prose()
+        )
+        while len(found[DENSE]) < arguments.cases and tried < arguments.most_tried:
+            seed = arguments.seed + tried
+            tried += 1
+            case = make_case(built.tokenizer, vocabulary, arguments.turns, arguments.turn_tokens, seed)
+            dense = bench.case(sides[0], case, arguments.look_after)
+            if dense.rank > 1 and not arguments.quick:
+                show(f"seed {seed}: dense ranks the answer {dense.rank}, so it does not count")
+                continue
+            found[DENSE].append(dense)
+            for side in sides[1:]:
+                found[side.name].append(bench.case(side, case, arguments.look_after))
+            shown = [f"{name} {own[-1].logprob:.2f} ({own[-1].rank})" for name, own in found.items()]
+            show(f"case {len(found[DENSE])}, {len(case.contexts[-1])} tokens: {', '.join(shown)}")
+            run.keep({"sides": {name: compare(own, found[DENSE]) for name, own in found.items()}})
+    finally:
+        built.engine.close()
+    result: dict[str, Any] = {"cases": len(found[DENSE]), "tried": tried, "sides": {}}
+    result["others_cpu_share"] = quiet.others_share(usage, quiet.usage())
+    for side in sides:
+        own = found[side.name]
+        facts = {"spec": side.spec, "recall": side.recall, **compare(own, found[DENSE])} if own else {}
+        held = [one.held for one in own if one.held is not None]
+        lent = [one.recall for one in own if one.recall is not None]
+        if held:
+            facts["fact_rows_held"] = statistics.fmean(held)
+        if lent:
+            keys = ("evicted_rows", "lent_rows", "bytes_moved", "seconds", "stored_bytes")
+            facts["recall_means"] = {key: statistics.fmean(one[key] for one in lent) for key in keys}
+        facts["logprobs"] = [one.logprob for one in own]
+        facts["ranks"] = [one.rank for one in own]
+        result["sides"][side.name] = facts
+    result["invalid_because"] = reasons(result, 0 if arguments.quick else arguments.cases)
+    result["valid"] = not result["invalid_because"]
+    result["goals"] = goals(result["sides"])
+    result["model"] = built.model_name
+    return result
+
+
+def table(result: Mapping[str, Any]) -> str:
+    rows = []
+    for name, side in result["sides"].items():
+        cells = [f"{side['logprob']:.3f}", f"{side['probability_over_dense']:.3f}"]
+        cells += [f"{side[key][0]:.0%}" for key in ("ranked_first", "within_5_percent")]
+        cells.append(f"{side['fact_rows_held']:.0%}" if "fact_rows_held" in side else "-")
+        cells.append(f"{side['recall_means']['lent_rows']:.0f}" if "recall_means" in side else "-")
+        rows.append([name, *cells])
+    header = ("side", "logprob", "p / dense", "first", "within 5%", "fact rows held", "rows lent")
+    return common.table(header, rows)
+
+
+def budget(text: str) -> int | str:
+    """Rows, or all."""
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'a number of rows or "all", not {text!r}')
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.parser("chain_recall", __doc__.splitlines()[0])
+    parser.add_argument("--model", help="as for sparsejax")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--methods", nargs="+", default=["snapkv", "h2o", "streamingllm"], help="beside dense")
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--most-tried", type=int, default=200, help="seeds, if dense does not solve all")
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--look-after", type=int, default=8, help="turn after which the cache is looked at")
+    parser.add_argument("--turn-tokens", type=int, default=80, help="of prose in each turn, about")
+    parser.add_argument("--budget", type=int, default=128, help="rows that methods keep")
+    parser.add_argument("--recall-budget", type=budget, default=128, help='rows lent to a turn at most, or "all"')
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="small random model: a smoke test")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        vars(arguments).update(QUICK)
+    if not 2 < arguments.look_after < arguments.turns:
+        raise SystemExit("--look-after must be between turn 2 and the last one")
+    with tempfile.TemporaryDirectory(prefix="sparsejax-quick-") as folder:
+        if arguments.quick:
+            path = pathlib.Path(folder) / "tiny.json"
+            path.write_text(json.dumps(QUICK_MODEL), "utf-8")
+            arguments.model = str(path)
+        run = common.Run("chain_recall", arguments)
+        result = measure(arguments, run, lambda text: print(text, flush=True))
+    print(table(result))
+    for goal in result["goals"]:
+        print(f"{goal['goal']}: {goal['found']:.3f} ({'met' if goal['met'] else 'missed'})")
+    for why in result["invalid_because"]:
+        print(f"INVALID: {why}")
+    run.finish(result, **common.device_facts(), model=result.pop("model"))
+    return int(not result["valid"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
