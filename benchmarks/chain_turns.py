@@ -22,7 +22,6 @@ import asyncio
 import dataclasses
 import json
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from benchmarks import common, lines, quiet
 from benchmarks.conversation import Script, script
 from benchmarks.load import client
 from benchmarks.served import PATH, Conversation, Model, Server, model_of, quick_server, without_opening
-from benchmarks.turn_rows import Row, Side, by_turn, goals, late, reasons, row_of, same
+from benchmarks.turn_rows import Row, Side, by_turn, goals, late, plot, reasons, row_of, same
 
 LEAST_TOKENS = 6000
 _NO_CHAINS = "dense, no chains"
@@ -243,17 +242,6 @@ def table(result: Mapping[str, Any]) -> str:
             rows.append([name, *sizes, *times, f"{ratio['ratio']:.2f}", span])
     header = ("side", "prompt", "computed", "TTFT ms", "short, ms", "ratio", "of rounds")
     return common.table(header, rows)
-
-
-def plot(result: Mapping[str, Any]) -> str:
-    """Time to the first token over the turns, as SVG."""
-    series: dict[str, list[lines.Point]] = {}
-    for name, side in result["sides"].items():
-        for turn in side["turns"]:
-            times = turn["ttft_s"]
-            point = lines.Point(float(turn["turn"]), statistics.median(times), min(times), max(times))
-            series.setdefault(name, []).append(point)
-    return lines.svg("Time to the first token of each turn", series, "turn", "seconds", log_y=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

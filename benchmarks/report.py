@@ -12,11 +12,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import report_chains, report_sections
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.report_pictures import PICTURES
-from benchmarks.report_sections import SECTIONS, Record
+from benchmarks.report_sections import Record
 from benchmarks.report_summary import MarkersError, filled, summary
 
+SECTIONS = report_sections.SECTIONS | report_chains.SECTIONS
 DOCS = ROOT / "docs"
 IMAGES = "images"
 README = "../README.md"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks import bars, lines
+from benchmarks import bars, lines, turn_rows
 from benchmarks.report_sections import Record, frontier
 
 LONGEST = " L=128K"
@@ -133,4 +133,5 @@ PICTURES: dict[str, tuple[Picture, ...]] = {
         Picture("_read", "Divergence from dense against bytes read per step", _pareto("read_share", "read per step")),
     ),
     "perplexity": (Picture("", "Perplexity", _perplexity),),
+    "chain_turns": (Picture("", "Time to the first token by turn", lambda record: turn_rows.plot(record["result"])),),
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import common
-from benchmarks.load import client
+from benchmarks import common, lines
+
+if TYPE_CHECKING:
+    from benchmarks.load.client import Answer
 
 MOST_RATIO = 1.3
 """Goal: time to the first token of the last turn over that of the same message after a short context."""
@@ -45,7 +47,7 @@ class Row:
         return self.prompt_tokens - self.cached_tokens
 
 
-def row_of(side: str, number: int, turn: int, short: bool, answer: client.Answer) -> Row:
+def row_of(side: str, number: int, turn: int, short: bool, answer: Answer) -> Row:
     cached, status = answer.cached_tokens or 0, (answer.chain or {}).get("status")
     sizes = answer.prompt_tokens, cached, answer.output_tokens
     return Row(side, number, turn, short, answer.ttft_s, *sizes, answer.text, status)
@@ -130,3 +132,14 @@ def goals(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 def same(row: Row | None, other: Row | None) -> bool:
     """Both were answered, with the same text."""
     return row is not None and other is not None and row.text == other.text
+
+
+def plot(result: Mapping[str, Any]) -> str:
+    """Time to the first token over the turns, as SVG."""
+    series: dict[str, list[lines.Point]] = {}
+    for name, side in result["sides"].items():
+        for turn in side["turns"]:
+            times = turn["ttft_s"]
+            point = lines.Point(float(turn["turn"]), statistics.median(times), min(times), max(times))
+            series.setdefault(name, []).append(point)
+    return lines.svg("Time to the first token of each turn", series, "turn", "seconds", log_y=True)

@@ -156,7 +156,7 @@ def test_goals_of_turns():
 
 def test_the_picture_and_the_table_have_all_sides():
     sides = {name: {"turns": turn_rows.by_turn(ROWS), "last": turn_rows.late(ROWS, 30)} for name in ("one", "two")}
-    drawn = chain_turns.plot({"sides": sides})
+    drawn = turn_rows.plot({"sides": sides})
     assert drawn.count("<polyline") == 2
     lines = chain_turns.table({"sides": sides | {"three": {"turns": [], "last": None}}}).splitlines()
     assert [line.split()[0] for line in lines] == ["side", "one", "two"]

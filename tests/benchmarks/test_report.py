@@ -101,7 +101,7 @@ def rows(text: str) -> dict[str, dict[str, str]]:
 
 
 def shown(kind: str, found: dict[str, Any]) -> dict[str, dict[str, str]]:
-    return rows(report_sections.SECTIONS[kind][1](found))
+    return rows(report.SECTIONS[kind][1](found))
 
 
 def test_decode_steps():
@@ -258,7 +258,7 @@ def test_missing_and_unknown_files_are_named():
     page = report.report({"decode_step_h200": DECODE, "surprise": record()})["results.md"]
     missing = re.search(r"No results yet: (.*)\.", page)
     assert missing is not None
-    assert set(missing[1].split(", ")) == set(report_sections.SECTIONS) - {"decode_step"}
+    assert set(missing[1].split(", ")) == set(report.SECTIONS) - {"decode_step"}
     assert "No section for: surprise.json." in page
 
 
@@ -341,6 +341,61 @@ def test_check_finds_drift_and_writes_nothing(tmp_path: pathlib.Path, capsys: py
     source.unlink()
     assert report.main([], results, docs) == 0
     assert not picture.exists()
+
+
+GOALS = {
+    "valid": True,
+    "goals": [{"goal": "fast", "found": 1.234, "met": True}, {"goal": "x", "found": None, "met": False}],
+}
+
+
+def test_turns_of_long_conversations():
+    last = {"ttft_s": {"median": 1.2}, "short_ttft_s": {"median": 1.0}, "over_short": ratio(1.25)}
+    last |= {"prompt_tokens": 6512, "prefilled_tokens": 212}
+    turns = [{"turn": 1, "ttft_s": [0.5, 0.7]}, {"turn": 30, "ttft_s": [1.2, 1.3]}]
+    sides = {"snapkv 512": {"turns": turns, "last": last}, "dense": {"turns": turns, "last": None}}
+    restart = {"killed_in_turn": 11, "cut_requests": 4, "start_s": 21.25, "disk_bytes": 5e8}
+    one = {"cached_tokens": 900, "unkilled_cached_tokens": 1000, "status": "resumed", "same_text": [True, False]}
+    restart["sides"] = {"snapkv 512": one}
+    found = record(sides=sides, restart=restart, **GOALS)
+    found["manifest"] = MANIFEST | {"arguments": {"turns": 30, "context": 500, "rounds": 2}}
+    text = report.SECTIONS["chain_turns"][1](found)
+    assert "| snapkv 512 | 6,512 | 212 | 1,200 | 1,000 | 1.25 (0.75 to 1.75) |" in text
+    assert "| snapkv 512 | 900 of 1,000 | resumed | 1 of 2 |" in text
+    assert "while it answered turn 11 (4 answers were cut off), ready again after 21.2 s with 500 MB" in text
+    assert "| fast | 1.23 | met |" in text
+    assert "| x | - | missed |" in text
+    assert "Invalid" not in text
+    del found["result"]["restart"]
+    found["result"] |= {"valid": False, "invalid_because": ["too short"]}
+    assert "**Invalid**: too short." in report.SECTIONS["chain_turns"][1](found)
+    assert picture("chain_turns", found).count("<polyline") == 2
+
+
+def test_recall_and_agents():
+    side = {"logprob": -0.5, "probability_over_dense": 0.97, "median_rank": 1, "recall": "host"}
+    side |= {"ranked_first": [0.96, 0.9, 0.99], "within_5_percent": [0.5, 0.4, 0.6], "fact_rows_held": 0.125}
+    side["recall_means"] = {"lent_rows": 100.0, "evicted_rows": 1500.0}
+    found = record(cases=50, tried=61, sides={"snapkv": side}, **GOALS)
+    found["manifest"] = MANIFEST | {"arguments": {"turns": 12, "look_after": 8}}
+    text = report.SECTIONS["chain_recall"][1](found)
+    assert "| snapkv | -0.500 | 0.97 | 1 | 96% [90%, 99%] | 50% [40%, 60%] | 12% | 100 of 1,500 |" in text
+    assert "(61 tried)" in text
+
+    one = {"requests": 200, "failed_requests": 0, "requests_per_s": 4.0, "prefilled_tokens": 9000}
+    one["ms"] = {"e2el": {"p50": 1234.5}}
+    chained = one | {"longest_context": 1300, "status": {"resumed": 190, "created": 10}, "first_turn_reused_tokens": 7}
+    chained |= {"restored_from": {"host": 3}, "prefilled_over_needed": 1.0125}
+    over = {"ratio": 4.5, "least_part": 4.0, "largest_part": 5.0}
+    found = record(chains=chained, no_chains=one | {"requests": 20}, over=over, cache_bytes=6e8, **GOALS)
+    options = {"agents": 100, "turns": 20, "concurrency": 16, "share": 0.1, "method": "snapkv", "budget": 128}
+    found["manifest"] = MANIFEST | {"arguments": options}
+    text = report.SECTIONS["agents"][1](found)
+    assert "| with chains | 200 | 0 | 4 | 45 | 1,234 |" in text
+    assert "| without | 20 | 0 | 4 | 450 | 1,234 |" in text
+    assert "in 600 MB of cache (10% of what they take uncompressed)" in text
+    assert "4.5 (parts: 4 to 5)" in text
+    assert "190 resumed, 10 created; rows came from: 3 host." in text
 
 
 def test_the_readme_shows_savings_and_costs():

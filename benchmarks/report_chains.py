@@ -1,0 +1,115 @@
+"""What benchmarks.report says of the Chain Cache: pure functions from a record to Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.report_sections import Record, table
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    """Whether the run counts, and every goal with what was found."""
+    parts = [] if result["valid"] else [f"**Invalid**: {'; '.join(result['invalid_because'])}."]
+    rows = [[goal["goal"], _found(goal["found"]), "met" if goal["met"] else "missed"] for goal in result["goals"]]
+    return "\n\n".join([*parts, table(["goal", "found", ""], rows)])
+
+
+def _found(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def _interval(values: Sequence[float]) -> str:
+    return "{:.0%} [{:.0%}, {:.0%}]".format(*values)
+
+
+def chain_turns(record: Record) -> str:
+    """The last turn of long conversations, and going on after a kill."""
+    result, options = record["result"], record["manifest"]["arguments"]
+    rows = []
+    for name, side in result["sides"].items():
+        last = side["last"]
+        if last is None:
+            continue
+        ratio = last["over_short"]
+        times = [f"{1e3 * last[key]['median']:,.0f}" for key in ("ttft_s", "short_ttft_s")]
+        over = f"{ratio['ratio']:.2f} ({ratio['least_pair']:.2f} to {ratio['largest_pair']:.2f})"
+        sizes = [f"{last[key]:,.0f}" for key in ("prompt_tokens", "prefilled_tokens")]
+        rows.append([name, *sizes, *times, over])
+    header = [f"turn {options['turns']}", "tokens of its prompt", "computed", "first token after, ms"]
+    header += [f"after {options['context']} tokens of context, ms", "ratio (of rounds)"]
+    said = "Both times are of the same message; they were measured in turn. Medians of "
+    parts = [said + f"{options['rounds']} conversations.", table(header, rows)]
+    if "restart" in result:
+        restart = result["restart"]
+        rows = [
+            [
+                name,
+                f"{one['cached_tokens']:,} of {one['unkilled_cached_tokens'] or 0:,}",
+                str(one["status"]),
+                f"{sum(one['same_text'])} of {len(one['same_text'])}",
+            ]
+            for name, one in restart["sides"].items()
+        ]
+        said = f"Killed (SIGKILL) while it answered turn {restart['killed_in_turn']} ({restart['cut_requests']} "
+        said += f"answers were cut off), ready again after {restart['start_s']:.1f} s with "
+        parts.append(said + f"{restart['disk_bytes'] / 1e6:,.0f} MB on disk; the next turn sent again:")
+        parts.append(table(["method", "tokens taken over, of those unkilled", "status", "answers the same"], rows))
+    return "\n\n".join([*parts, _verdict(result)])
+
+
+def chain_recall(record: Record) -> str:
+    """The answer's token with and without recall."""
+    result, options = record["result"], record["manifest"]["arguments"]
+    rows = []
+    for name, side in result["sides"].items():
+        cells = [f"{side['logprob']:.3f}", f"{side['probability_over_dense']:.3g}", f"{side['median_rank']:g}"]
+        cells += [_interval(side[key]) for key in ("ranked_first", "within_5_percent")]
+        cells.append(f"{side['fact_rows_held']:.0%}" if "fact_rows_held" in side else "-")
+        lent = side.get("recall_means")
+        cells.append("{lent_rows:,.0f} of {evicted_rows:,.0f}".format(**lent) if lent else "-")
+        rows.append([name, *cells])
+    header = ["method, rows, recall", "log-probability", "probability / dense", "median rank", "ranked first"]
+    header += ["within 5% of dense", f"fact's rows left after turn {options['look_after']}", "rows lent, of dropped"]
+    said = (
+        f"{result['cases']} conversations of {options['turns']} turns in which dense attention ranks the answer first "
+    )
+    said += f"({result['tried']} tried); means, intervals of 95%."
+    return "\n\n".join([said, table(header, rows), _verdict(result)])
+
+
+def agents(record: Record) -> str:
+    """Throughput, reuse and prefill of many agents."""
+    result, options = record["result"], record["manifest"]["arguments"]
+    chained, plain, over = result["chains"], result["no_chains"], result["over"]
+    rows = []
+    for name, one in (("with chains", chained), ("without", plain)):
+        cells = [f"{one['requests']:,}", str(one["failed_requests"]), f"{one['requests_per_s']:.3g}"]
+        cells += [f"{one['prefilled_tokens'] / one['requests']:,.0f}", f"{one['ms']['e2el']['p50']:,.0f}"]
+        rows.append([name, *cells])
+    header = ["side", "requests", "failed", "requests/s", "prompt tokens computed, per request", "median answer, ms"]
+    said = f"{options['agents']} agents of {options['turns']} turns, up to {chained['longest_context']:,} tokens each, "
+    said += f"{options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
+    said += (
+        f"({options['share']:.0%} of what they take uncompressed); {options['method']} keeps {options['budget']} rows."
+    )
+    parts = [said, table(header, rows)]
+    if over is not None:
+        parts.append(
+            f"Requests/s over those without chains: {over['ratio']:.3g} "
+            f"(parts: {over['least_part']:.3g} to {over['largest_part']:.3g})."
+        )
+    counts = ", ".join(f"{number} {status}" for status, number in chained["status"].items())
+    tiers = ", ".join(f"{number} {tier}" for tier, number in chained["restored_from"].items())
+    parts.append(
+        f"Turns: {counts}; rows came from: {tiers}. Computed prompt tokens over those that no earlier turn had: "
+        f"{chained['prefilled_over_needed']:.3f}. First turns reused {chained['first_turn_reused_tokens']:,} tokens."
+    )
+    return "\n\n".join([*parts, _verdict(result)])
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "chain_turns": ("Turns of long conversations", chain_turns),
+    "chain_recall": ("Recall of what was dropped", chain_recall),
+    "agents": ("Many agents", agents),
+}
