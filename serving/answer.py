@@ -11,6 +11,8 @@ from typing import Any
 import sparsejax
 from sparsejax.detokenize import Delta, TextPiece
 from sparsejax.request import RequestStats
+from sparsejax.serving.chain_answer import chain_headers, chain_ids, chain_object, miss_object
+from sparsejax.serving.chain_fields import asked_for
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.protocol import GenerationBody
 from sparsejax.serving.state import Served
@@ -54,6 +56,9 @@ class Answer(abc.ABC):
         self._continuous_usage = bool(options and options.continuous_usage_stats)
         self._logprobs = generation.requests[0].params.logprobs is not None
         self._stats: dict[int, RequestStats] = {}
+        self._compat = bool(body.chain_compat)
+        self._asked = asked_for(body)  # a client that asked for a chain is told that it has none
+        self.diverged_message: int | None = None
         self._head = {
             "id": identity.text,
             "object": "",
@@ -89,6 +94,16 @@ class Answer(abc.ABC):
 
     # What is shared.
 
+    def locate_divergence(self) -> None:
+        """Finds the message where the chain and the prompt part ways, if there are messages. Takes time."""
+        self.diverged_message = None
+
+    def headers(self) -> dict[str, str]:
+        """Of the chain, if there is exactly one prompt."""
+        if len(self.generation.requests) != 1:
+            return {}
+        return chain_headers(self.generation.chain(), self._method, self._compat, self.diverged_message)
+
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """Chunks of one delta: none if nothing of it shows."""
         piece, last = delta.piece, delta.finish_reason is not None
@@ -106,16 +121,20 @@ class Answer(abc.ABC):
             choice["token_ids"] = ids
         if last:
             choice["stop_reason"] = delta.stop_reason
+        if last:
+            choice |= self._chain_of_choice(delta.index)
         chunk = self.chunk(choice)
         if delta.stats is not None:
-            chunk["sparsejax"] = cost(self._method, delta.stats)
+            chunk["sparsejax"] = self._cost(delta.stats)
+        if last and len(self.generation.requests) == 1 and (report := self.generation.chain()) is not None:
+            chunk["chain"] = chain_object(report)
         return [chunk]
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks after the last delta: usage, if asked for."""
         if not self._include_usage:
             return []
-        return [{**self.chunk(), "usage": self.usage(), "sparsejax": cost(self._method, *self._stats.values())}]
+        return [{**self.chunk(), "usage": self.usage(), "sparsejax": self._cost(*self._stats.values())}]
 
     def add(self, delta: Delta) -> None:
         """Collects a delta."""
@@ -134,17 +153,21 @@ class Answer(abc.ABC):
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece, once all deltas were added."""
+        if len(self.generation.requests) > 1:
+            for choice in self.choices:
+                choice |= self._chain_of_choice(choice["index"])
         return {
             **self._head,
             "object": self.whole_object,
+            **self._chain(whole=True),
             "choices": self.choices,
             "usage": self.usage(),
-            "sparsejax": cost(self._method, *self._stats.values()),
+            "sparsejax": self._cost(*self._stats.values()),
         }
 
     def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """A chunk with these choices."""
-        chunk = {**self._head, "object": self.chunk_object, "choices": list(choices)}
+        chunk = {**self._head, "object": self.chunk_object, **self._chain(), "choices": list(choices)}
         if self._continuous_usage:
             chunk["usage"] = self.usage()
         elif self._include_usage:
@@ -153,16 +176,42 @@ class Answer(abc.ABC):
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object so far. A prompt counts once however many choices it has."""
-        prompt = sum(len(request.prompt_ids) for request in self.generation.requests)
+        prompt = reused = 0
+        for i, request in enumerate(self.generation.requests):
+            report = self.generation.chain(i)  # with appended prompts only the engine knows the whole context
+            prompt += len(request.prompt_ids) if report is None else report.reused_tokens + report.prefilled_tokens
+            reused += report.reused_tokens if report else 0
         completion = self.generation.completion_tokens()
         first_choices = (stats for index, stats in self._stats.items() if index % self.num_choices_per_prompt == 0)
+        cached = sum(stats.cached_tokens for stats in first_choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(stats.cached_tokens for stats in first_choices)},
+            "prompt_tokens_details": {"cached_tokens": cached if self._stats else reused},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
+
+    def _chain(self, whole: bool = False) -> dict[str, Any]:
+        """Fields of the answer or a chunk. With several prompts each choice has its own."""
+        if len(self.generation.requests) > 1:
+            return {}
+        report = self.generation.chain()
+        if report is None:
+            return {"chain_id": None, "chain_status": "disabled"} if self._asked else {}
+        return chain_ids(report, self._compat) | ({"chain": chain_object(report)} if whole else {})
+
+    def _chain_of_choice(self, index: int) -> dict[str, Any]:
+        if len(self.generation.requests) == 1:
+            return {}
+        report = self.generation.chain(index // self.num_choices_per_prompt)
+        return {} if report is None else {**chain_ids(report, self._compat), "chain": chain_object(report)}
+
+    def _cost(self, *stats: RequestStats) -> dict[str, Any]:
+        found = cost(self._method, *stats)
+        if len(self.generation.requests) == 1 and self.generation.chain() is not None:
+            found["cache_miss"] = miss_object(self.generation.chain(), self.diverged_message)
+        return found
 
     def _empty_choice(self, index: int) -> dict[str, Any]:
         choice = {
@@ -189,6 +238,9 @@ def cost(method: str, *all_stats: RequestStats) -> dict[str, Any]:
         "tokens_per_s": round(sum(speeds) / len(speeds), 3) if speeds else None,
         "seen_tokens": max(stats.seen_tokens for stats in all_stats),
         "resident_tokens": max(stats.resident_tokens for stats in all_stats),
+        "retained_fraction": round(
+            min(1.0, min(stats.resident_tokens / max(1, stats.seen_tokens) for stats in all_stats)), 6
+        ),
         "read_tokens": max(stats.read_tokens for stats in all_stats),
         "preemptions": sum(stats.preemptions for stats in all_stats),
     }

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsejax.config import ServerConfig
 from sparsejax.errors import EngineDeadError, RequestError
-from sparsejax.serving import chat, completions, errors, health, metrics, models, tokenize
+from sparsejax.serving import chain_answer, chains, chat, completions, errors, health, metrics, models, tokenize
 from sparsejax.serving.auth import BearerAuth
 from sparsejax.serving.endpoint import IGNORED_HEADER, AppState
 from sparsejax.serving.respond import KEEP_ALIVE_S
@@ -54,7 +54,7 @@ def create_app(
             allow_origins=list(config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", IGNORED_HEADER],
+            expose_headers=["X-Request-Id", IGNORED_HEADER, *chain_answer.HEADERS],
         ),
         Middleware(RequestID),
         Middleware(BearerAuth, keys=config.api_key),
@@ -81,6 +81,15 @@ def _routes() -> list[Route]:
     return [
         post("/v1/chat/completions", chat.chat_completions),
         post("/v1/completions", completions.completions),
+        get("/v1/chains", chains.list_chains),
+        post("/v1/chains/lookup", chains.lookup),
+        get("/v1/chains/{chain_id}", chains.get_chain),
+        Route("/v1/chains/{chain_id}", chains.delete_chain, methods=["DELETE"]),
+        post("/v1/chains/{chain_id}/fork", chains.fork_chain),
+        post("/v1/chains/{chain_id}/checkpoint", chains.checkpoint_chain),
+        post("/v1/chains/{chain_id}/pin", chains.pin_chain),
+        post("/v1/chains/{chain_id}/demote", chains.demote_chain),
+        post("/v1/chain_cache/routing_match", chains.routing_match),
         get("/v1/models", models.list_models),
         get("/v1/models/{name:path}", models.get_model),
         *(post(f"{prefix}/tokenize", tokenize.tokenize) for prefix in ("", "/v1")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,12 @@ from starlette.responses import Response
 
 from sparsejax.detokenize import TextPiece
 from sparsejax.errors import RequestError
+from sparsejax.request import ChainOptions, Request
 from sparsejax.serving import prompts
 from sparsejax.serving.answer import ID, Answer
+from sparsejax.serving.append import check_append, suffix_ids
+from sparsejax.serving.chain_answer import message_at
+from sparsejax.serving.chain_fields import chain_options, tenant_of
 from sparsejax.serving.endpoint import answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.logprobs import chat_logprobs
@@ -31,9 +37,28 @@ async def chat_completions(http: HTTPRequest) -> Response:
     logprobs = _logprobs(body)
     max_tokens, max_tokens_field = _max_tokens(body)
     params = sampling_params(body, served, max_tokens=max_tokens, max_tokens_field=max_tokens_field, logprobs=logprobs)
-    prompt_ids = await _prompt_ids(app.state, served, body)
+    hindrance = "n" if params.n > 1 else None
+    chain = chain_options(body, served, tenant_of(http), hindrance=hindrance)
     identity = ID.new("chatcmpl")
-    request = engine_request(http, identity.engine_id(0), prompt_ids, params, body.sparse_method, served)
+
+    async def whole(number: int, options: ChainOptions | None) -> Request:
+        prompt_ids = await _prompt_ids(app.state, served, body)
+        return engine_request(http, identity.engine_id(number), prompt_ids, params, body.sparse_method, served, options)
+
+    if chain is not None and chain.append:
+        check_append(body)
+        ids, joint = await suffix_ids(app.state, served, body)
+        chain = dataclasses.replace(chain, append_joint=joint)
+        request = engine_request(http, identity.engine_id(0), ids, params, body.sparse_method, served, chain)
+    else:
+        request = await whole(0, chain)
+    instead = None
+    if chain is not None and body.chain_append_start is not None and chain.on_miss == "serve":
+        # All messages are here: what can't be appended is served as a whole.
+        options = dataclasses.replace(
+            chain, append=False, append_joint=False, expected_tokens=None, expected_digest=None
+        )
+        instead = functools.partial(whole, 1, options)
     generation = Generation(served, [request])
     answer = ChatAnswer(identity, body, served, generation)
     log_request(http, identity, generation)
@@ -45,6 +70,7 @@ async def chat_completions(http: HTTPRequest) -> Response:
         stream=bool(body.stream),
         headers=answer_headers(ignored),
         keep_alive_s=app.keep_alive_s,
+        instead=instead,
     )
 
 
@@ -53,6 +79,10 @@ class ChatAnswer(Answer):
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def __init__(self, identity: ID, body: ChatBody, served: Served, generation: Generation) -> None:
+        super().__init__(identity, body, served, generation)
+        self._messages = body.messages
 
     def text_fields(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -78,6 +108,12 @@ class ChatAnswer(Answer):
 
     def whole(self) -> dict[str, Any]:
         return super().whole() | self._prompt_ids()
+
+    def locate_divergence(self) -> None:
+        report, messages = self.generation.chain(), self._messages
+        if report is not None and report.diverged_at is not None and messages:
+            ids = self.generation.requests[0].prompt_ids
+            self.diverged_message = message_at(self.served.tokenizer, messages, ids, report.diverged_at)
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self.generation.requests[0].prompt_ids)} if self.return_ids else {}

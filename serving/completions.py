@@ -11,6 +11,7 @@ from sparsejax.detokenize import TextPiece
 from sparsejax.errors import RequestError
 from sparsejax.serving import prompts
 from sparsejax.serving.answer import ID, Answer
+from sparsejax.serving.chain_fields import chain_options, tenant_of
 from sparsejax.serving.endpoint import AppState, answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.errors import JSON
 from sparsejax.serving.generation import Generation
@@ -35,10 +36,13 @@ async def completions(http: HTTPRequest) -> Response:
     params = sampling_params(
         body, served, max_tokens=max_tokens, max_tokens_field="max_tokens", logprobs=_logprobs(body)
     )
-    prompt_ids = await _prompt_ids(app, served, body)
+    prompts_given = len(body.prompt) if isinstance(body.prompt, list) and not _is_ids(body.prompt) else 1
+    hindrance = "n" if params.n > 1 else "echo" if body.echo else None
+    chain = chain_options(body, served, tenant_of(http), prompts=prompts_given, hindrance=hindrance)
+    prompt_ids = await _prompt_ids(app, served, body, appended=chain is not None and chain.append)
     identity = ID.new("cmpl")
     requests = [
-        engine_request(http, identity.engine_id(i), ids, params, body.sparse_method, served)
+        engine_request(http, identity.engine_id(i), ids, params, body.sparse_method, served, chain)
         for i, ids in enumerate(prompt_ids)
     ]
     generation = Generation(served, requests, prompt_context=True)
@@ -134,16 +138,20 @@ def _logprobs(body: CompletionBody) -> int | None:
     return body.logprobs
 
 
-async def _prompt_ids(app: AppState, served: Served, body: CompletionBody) -> list[list[int]]:
-    """One list of ids per prompt."""
+def _is_ids(prompt: list[Any]) -> bool:
+    return bool(prompt) and all(isinstance(item, int) for item in prompt)
+
+
+async def _prompt_ids(app: AppState, served: Served, body: CompletionBody, appended: bool = False) -> list[list[int]]:
+    """One list of ids per prompt. What is appended to a chain doesn't begin like a text of its own."""
     prompt = body.prompt
     assert prompt is not None
-    special = body.add_special_tokens is not False
+    special = body.add_special_tokens is not False and not (appended and body.add_special_tokens is None)
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif not prompt:
         raise RequestError("prompt is empty; give at least one", param="prompt")
-    elif all(isinstance(item, int) for item in prompt):
+    elif _is_ids(prompt):
         prompts.check_ids(served, prompt, "prompt")  # type: ignore[arg-type]
         return [list(prompt)]  # type: ignore[list-item]
     else:

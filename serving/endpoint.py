@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from sparsejax.errors import RequestError
-from sparsejax.request import Request, SamplingParams
+from sparsejax.request import ChainOptions, Request, SamplingParams
 from sparsejax.serving.answer import ID
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.protocol import decode_body, ignored_header
@@ -42,8 +42,8 @@ def app_state(http: HTTPRequest) -> AppState:
     return http.app.state.sparsejax
 
 
-async def read_body(http: HTTPRequest, body_type: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The checked body and the names of its unknown fields.
+async def read_body(http: HTTPRequest, body_type: type[T], empty: bytes = b"") -> tuple[T, tuple[str, ...]]:
+    """The checked body and the names of its unknown fields. `empty` stands for a body without a byte.
 
     Raises RequestError: 413 above the size limit (counted, whatever Content-Length says), 400 otherwise.
     """
@@ -62,7 +62,7 @@ async def read_body(http: HTTPRequest, body_type: type[T]) -> tuple[T, tuple[str
             parts.append(part)
     except ClientDisconnect:
         raise RequestError("the client left before the body was complete", status=499, code="disconnected") from None
-    body, unknown = decode_body(b"".join(parts), body_type)
+    body, unknown = decode_body(b"".join(parts) or empty, body_type)
     if unknown and app.strict_requests:
         raise RequestError(f"unknown field {unknown[0][:200]}", param=unknown[0][:200], code="unknown_parameter")
     return body, unknown
@@ -81,12 +81,13 @@ def engine_request(
     params: SamplingParams,
     sparse_method: str | None,
     served: Served,
+    chain: ChainOptions | None = None,
 ) -> Request:
     """A checked engine request. `max_tokens` beyond the window means up to its end, unless requests are strict."""
     room = served.max_model_len - len(prompt_ids)
     if params.max_tokens is not None and room > 0 and not app_state(http).strict_requests:
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
-    request = Request(request_id, tuple(prompt_ids), params, sparse_method)
+    request = Request(request_id, tuple(prompt_ids), params, sparse_method, chain=chain)
     request.validate(served.tokenizer.vocab_size)
     return request
 

@@ -1,4 +1,7 @@
-"""One error object for every refusal: `{"error": {message, type, param, code}}`, as OpenAI's clients expect."""
+"""One error object for every refusal: `{"error": {message, type, param, code}}`, as OpenAI's clients expect.
+
+Those of chains say more: see `docs/chains.md`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sparsejax.errors import EngineDeadError, RequestError
+from sparsejax.errors import ChainError, EngineDeadError, RequestError
 
 log = logging.getLogger("sparsejax.serving")
 
@@ -18,6 +21,8 @@ _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    409: "conflict_error",
+    410: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
@@ -45,9 +50,19 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         log.error("a request failed", exc_info=error)
         status, message, param, code = 500, "internal error; the server's log has the details", None, "internal_error"
-    return status, {
-        "error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
+    body = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
+    if not isinstance(error, ChainError):
+        return status, {"error": body}
+    body |= {
+        "type": "chain_error",
+        "chain_id": error.chain_id,
+        "retryable": error.retryable,
+        "recovery": error.recovery,
+        "reason": error.reason,
+        "token": error.token,
     }
+    # What clients of SparseEngine look at.
+    return status, {"error": body, "detail": {"code": code, "chain_id": error.chain_id, "message": message}}
 
 
 def error_response(error: Exception) -> JSON:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta, TextPiece
 from sparsejax.errors import RequestError, ShuttingDownError
-from sparsejax.request import Request, TokenEvent
+from sparsejax.request import ChainReport, Request, TokenEvent
 from sparsejax.serving.state import Served
 
 # Events that may wait for a client that does not read; then the request is cancelled.
@@ -27,7 +27,7 @@ class Generation:
 
     def __init__(self, served: Served, requests: Sequence[Request], *, prompt_context: bool = False) -> None:
         self.served = served
-        self.requests = tuple(requests)
+        self._prompt_context = prompt_context
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._wake_scheduled = False
@@ -37,14 +37,19 @@ class Generation:
         self._nudged = False
         self.abandoned = False
         self.last_news_s = self._loop.time()
+        self._take(requests)
+
+    def _take(self, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self.chains: dict[str, ChainReport] = {}  # by request, as last heard
         self._choices: dict[tuple[str, int], Choice] = {}
         self._open: set[tuple[str, int]] = set()
         self._stopping: set[tuple[str, int]] = set()
         for request in self.requests:
-            context = request.prompt_ids[-CONTEXT_TOKENS:] if prompt_context else ()
+            context = request.prompt_ids[-CONTEXT_TOKENS:] if self._prompt_context else ()
             for index in range(request.params.n):
                 key = request.request_id, index
-                self._choices[key] = Choice(served.tokenizer, request.params, len(self._choices), context)
+                self._choices[key] = Choice(self.served.tokenizer, request.params, len(self._choices), context)
                 self._open.add(key)
 
     def submit(self) -> None:
@@ -55,6 +60,12 @@ class Generation:
         except BaseException:
             self.close()
             raise
+
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Begins again with other requests after a refusal; nothing of the first ones was shown."""
+        self._take(requests)
+        self._closed = False
+        self.submit()
 
     def _on_event(self, event: TokenEvent) -> None:
         """Runs on the engine's thread."""
@@ -82,6 +93,15 @@ class Generation:
     def finished(self) -> bool:
         """All choices have ended."""
         return not self._open
+
+    @property
+    def begun(self) -> bool:
+        """The engine has said what became of the chain of each prompt that has one."""
+        return all(r.chain is None or r.request_id in self.chains for r in self.requests)
+
+    def chain(self, prompt: int = 0) -> ChainReport | None:
+        """What became of a prompt's chain, as far as it is known."""
+        return self.chains.get(self.requests[prompt].request_id)
 
     async def next(self) -> list[Delta]:
         """Waits for news and returns all there is. Empty when all has ended, was abandoned, or after a `nudge`.
@@ -124,9 +144,11 @@ class Generation:
                 continue
             choice = self._choices[key]
             delta = choice.feed(event)
+            if delta.chain is not None:
+                self.chains[event.request_id] = delta.chain
             if choice.stop_requested and key not in self._stopping and delta.finish_reason is None:
                 self._stopping.add(key)
-                self.served.engine.stop(event.request_id, event.index)
+                self.served.engine.stop(event.request_id, event.index, choice.visible_tokens)
             if delta.finish_reason in ("error", "cancelled"):
                 # Only a closing engine cancels of its own accord.
                 error = delta.error or ShuttingDownError("the server is shutting down; the answer is not complete")
@@ -134,7 +156,7 @@ class Generation:
                 break
             if delta.finish_reason is not None:
                 self._open.discard(key)
-            if delta.finish_reason is not None or delta.piece != TextPiece():
+            if delta.finish_reason is not None or delta.piece != TextPiece() or delta.chain is not None:
                 deltas.append(delta)
         return deltas
 

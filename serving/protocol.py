@@ -71,6 +71,24 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     sparse_method: str | None = None
     store: bool | None = None
+    # Conversations that keep their memory (see `chain_fields`).
+    chain: bool | None = None
+    chain_id: str | None = None
+    chain_append: bool | None = None
+    chain_lookup: str | None = None
+    chain_on_miss: str | None = None
+    chain_on_busy: str | None = None
+    chain_branch: str | None = None
+    chain_expected_tokens: int | None = None
+    chain_expected_digest: str | None = None
+    chain_priority: int | None = None
+    chain_ttl_s: float | None = None
+    chain_expected_resume_s: float | None = None
+    chain_shared_tokens: int | None = None
+    chain_compat: bool | None = None
+    cache_salt: str | None = None
+    recall: str | None = None
+    recall_budget: int | str | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -106,6 +124,7 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chain_append_start: int | None = None
     # Known, checked, and refused where they would change the answer.
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -128,6 +147,50 @@ class CompletionBody(GenerationBody, kw_only=True):
     suffix: str | None = None
     response_format: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
+
+
+class LookupBody(msgspec.Struct, kw_only=True):
+    """POST /v1/chains/lookup: a context as text, messages or token ids, and how a turn would be asked for."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    sparse_method: str | None = None
+    chain_id: str | None = None
+    chain_append: bool | None = None
+    chain_lookup: str | None = None
+    chain_on_miss: str | None = None
+    chain_on_busy: str | None = None
+    chain_branch: str | None = None
+    chain_expected_tokens: int | None = None
+    chain_expected_digest: str | None = None
+    cache_salt: str | None = None
+
+
+class ForkBody(msgspec.Struct, kw_only=True):
+    """POST /v1/chains/{id}/fork."""
+
+    at_tokens: int | None = None
+
+
+class PinBody(msgspec.Struct, kw_only=True):
+    """POST /v1/chains/{id}/pin."""
+
+    ttl_s: float
+
+
+class EmptyBody(msgspec.Struct, kw_only=True):
+    """POST without fields."""
+
+
+class MatchBody(msgspec.Struct, kw_only=True):
+    """POST /v1/chain_cache/routing_match."""
+
+    chain_id: str
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -7,8 +7,9 @@ collected, so the two can't disagree. The client's disconnect is watched from th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,11 +17,13 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sparsejax.detokenize import Delta
-from sparsejax.errors import RequestError
+from sparsejax.detokenize import Delta, TextPiece
+from sparsejax.errors import ChainError, RequestError
+from sparsejax.request import Request
 from sparsejax.serving.answer import Answer
 from sparsejax.serving.errors import JSON, describe, error_response
 from sparsejax.serving.generation import Generation
+from sparsejax.serving.prompts import in_pool
 from sparsejax.serving.state import ServerState
 
 KEEP_ALIVE_S = 15.0
@@ -37,8 +40,12 @@ async def respond(
     stream: bool,
     headers: dict[str, str],
     keep_alive_s: float = KEEP_ALIVE_S,
+    instead: Callable[[], Awaitable[Request]] | None = None,
 ) -> Response:
-    """Runs a generation. An error before the stream has begun keeps its HTTP status."""
+    """Runs a generation. An error before the stream has begun keeps its HTTP status.
+
+    `instead` makes the request that is served where the chain of the first one can't go on.
+    """
     timeout_s = _timeout_s(http)
     loop = asyncio.get_running_loop()
     watch = asyncio.ensure_future(_disconnected(http.receive))
@@ -59,25 +66,47 @@ async def respond(
         if timeout_s is not None:
             late = RequestError(f"not done within {timeout_s:g} s", status=408, code="deadline_exceeded")
             timers.append(loop.call_later(timeout_s, generation.refuse, late))
-        deltas = await generation.next()
+        deltas = await _first(generation)
+        if instead is not None and deltas and _missed(deltas[-1].error):
+            generation.restart([await instead()])
+            deltas = await _first(generation)
+        if generation.begun and any(r.diverged_at is not None for r in generation.chains.values()):
+            with contextlib.suppress(RequestError):
+                await in_pool(state, answer.locate_divergence)
         if stream:
             if deltas and (error := deltas[-1].error) is not None:
                 return error_response(error)
             started = True
-            return EventStream(_frames(generation, answer, deltas), headers, end)
+            return EventStream(_frames(generation, answer, deltas), headers | answer.headers(), end)
         while True:
             for delta in deltas:
                 if delta.error is not None:
                     return error_response(delta.error)
                 answer.add(delta)
             if generation.finished:
-                return JSON(answer.whole(), headers=headers)
+                return JSON(answer.whole(), headers=headers | answer.headers())
             if generation.abandoned:
                 return Response(status_code=499)  # nobody reads this
             deltas = await generation.next()
     finally:
         if not started:
             end()
+
+
+async def _first(generation: Generation) -> list[Delta]:
+    """Deltas up to the first that shows something, or to a nudge once all chains are known: headers name them."""
+    deltas: list[Delta] = []
+    while True:
+        news = await generation.next()
+        deltas += news
+        if any(delta.piece != TextPiece() or delta.finish_reason is not None for delta in news):
+            return deltas
+        if generation.finished or generation.abandoned or (not news and generation.begun):
+            return deltas
+
+
+def _missed(error: Exception | None) -> bool:
+    return isinstance(error, ChainError) and error.recovery in ("resend_full", "new_chain")
 
 
 class _KeepAlive:

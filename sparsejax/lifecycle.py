@@ -97,7 +97,7 @@ class Lifecycle:
             except RequestError as error:
                 self._finish(seq, "error", error=error)
                 return
-            self._emit(group, TokenEvent(group.request_id, 0, chain=self.chains.report(seq)))
+            self._tell_chain(seq)
         self.waiting.extend(group.choices)
 
     def cancel(self, request_id: str) -> None:
@@ -114,6 +114,8 @@ class Lifecycle:
 
     def ask(self, function: Callable[[Chains], Any], answer: Future[Any]) -> None:
         """Calls a function with the chains and answers what it returns or raises."""
+        if not answer.set_running_or_notify_cancel():
+            return  # nobody waits any more
         try:
             answer.set_result(function(self.chains))
         except Exception as error:
@@ -176,7 +178,14 @@ class Lifecycle:
             call_runner(self.runner.import_row, group.method, seq.row, seq.pages.padded(-1), swapped)
         if claimed:
             self.chains.begin(seq)
+            if seq.chain_told != (seq.chain_status, seq.base):  # it was given up while the turn waited
+                self._tell_chain(seq)
         return True
+
+    def _tell_chain(self, seq: Sequence) -> None:
+        """Says what became of a turn's chain, before any token."""
+        seq.chain_told = seq.chain_status, seq.base
+        self._emit(seq.group, TokenEvent(seq.group.request_id, seq.index, chain=self.chains.report(seq)))
 
     def _find_room(self, seq: Sequence, window: int, least: int, claimed: bool) -> bool:
         """Gives a choice row and pages, taking them from idle chains if these have enough."""

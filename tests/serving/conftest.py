@@ -15,6 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
+from sparsejax.chains import Chains
 from sparsejax.config import ServerConfig
 from sparsejax.engine import Engine
 from sparsejax.mock import MockRunner
@@ -49,14 +50,29 @@ class LiveServer:
             return read_events(response.iter_lines())
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
-        """Until nothing runs and every page and row is free."""
+        """Until nothing runs and every page and row is free. Chains are dropped."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             s = self.engine.snapshot
-            if not (s.busy or s.running or s.waiting or s.swapped) and self.pages_free():
-                return
+            if not (s.busy or s.running or s.waiting or s.swapped):
+                self.drop_chains()
+                if self.pages_free():
+                    return
             time.sleep(0.002)
         raise AssertionError(f"not idle after {timeout_s} s: {self.engine.snapshot}")
+
+    def wait_quiet(self, timeout_s: float = 5.0) -> None:
+        """Until nothing runs. Chains stay."""
+        self.wait_for(lambda: not (s := self.engine.snapshot).busy and not s.running + s.waiting + s.swapped, timeout_s)
+
+    def drop_chains(self) -> None:
+        """Ends every chain without a turn."""
+
+        def drop(chains: Chains) -> None:
+            for chain in [c for c in chains.index.chains.values() if not c.busy]:
+                chains.index.drop(chain, "deleted")
+
+        self.engine.ask(drop).result(5.0)
 
     def pages_free(self) -> bool:
         s = self.engine.snapshot
