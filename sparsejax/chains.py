@@ -103,6 +103,10 @@ class Chains:
             self._fingerprints[method] = fingerprint(fields)
         return self._fingerprints[method]
 
+    def seed(self, method: str, salt: str, tenant: str) -> bytes:
+        """Of the chains that such turns may go on from (see `Chain`)."""
+        return seed_of(self.fingerprint(method), salt, tenant)
+
     # A turn begins.
 
     def claim(self, group: Group) -> None:
