@@ -11,6 +11,7 @@ import msgspec
 
 from sparsejax.errors import ContextLengthError, RequestError
 from sparsejax.request import check_token_ids
+from sparsejax.serving.history import Conversation
 from sparsejax.serving.protocol import MAX_MESSAGES, Message
 from sparsejax.serving.state import Served, ServerState
 
@@ -64,13 +65,13 @@ async def encode(
 
     def work() -> list[int]:
         if limit:
-            _refuse_huge(served, text, "prompt")
+            refuse_huge(served, text, "prompt")
         return served.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     return await in_pool(state, work)
 
 
-def _refuse_huge(served: Served, text: str, param: str) -> None:
+def refuse_huge(served: Served, text: str, param: str) -> None:
     """Refuses a text that can't fit the window without encoding all of it."""
     part = served.max_model_len * _CHARACTERS_PER_TOKEN
     if len(text) > 2 * part:
@@ -105,6 +106,40 @@ async def render(
 
     Raises RequestError naming the message at fault.
     """
+    checked = conversation(
+        served,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables=variables,
+    )
+
+    def work() -> list[int]:
+        refuse_huge_messages(served, checked.messages)
+        return served.tokenizer.render_chat(
+            checked.messages, add_generation_prompt=checked.add_generation_prompt, **checked.variables
+        )
+
+    return await in_pool(state, work)
+
+
+def refuse_huge_messages(served: Served, messages: Sequence[Mapping[str, Any]]) -> None:
+    """`refuse_huge` for each text of a conversation."""
+    for message in messages:
+        content = message["content"]
+        for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
+            refuse_huge(served, text, "messages")
+
+
+def conversation(
+    served: Served,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Conversation:
+    """The checked messages and template variables of a request. Raises RequestError naming the message at fault."""
     if not served.tokenizer.has_chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions or start the server with --chat-template",
@@ -135,15 +170,7 @@ async def render(
     chosen = {**served.template_variables, **(variables or {})}
     if continue_final_message:
         chosen["continue_final_message"] = True
-
-    def work() -> list[int]:
-        for message in plain:
-            content = message["content"]
-            for text in [content] if isinstance(content, str) else [part["text"] for part in content]:
-                _refuse_huge(served, text, "messages")
-        return served.tokenizer.render_chat(plain, add_generation_prompt=bool(add_generation_prompt), **chosen)
-
-    return await in_pool(state, work)
+    return Conversation(plain, bool(add_generation_prompt), chosen)
 
 
 def plain_message(index: int, message: Message) -> dict[str, Any]:

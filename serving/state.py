@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from sparsejax.config import Progress
 from sparsejax.errors import EngineDeadError, RequestError, ShuttingDownError
 from sparsejax.request import Request, TokenEvent
+from sparsejax.serving.history import History
 
 if TYPE_CHECKING:
     from sparsejax.chains import Chains
@@ -38,11 +39,23 @@ class Tokenizer(Protocol):
     def special_ids(self) -> Collection[int]: ...
     @property
     def has_chat_template(self) -> bool: ...
+    @property
+    def control_ids(self) -> Collection[int]: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token: int) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
+    def seal(self, text: str, add_special_tokens: bool = True) -> str | None: ...
+    def encode_sealed(self, text: str) -> list[int]: ...
+    def sealed_bytes(self, token_id: int) -> bytes: ...
+    def render_chat_sealed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        after: int | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[str, int | None]: ...
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -109,6 +122,7 @@ class ServerState:
         self.active_requests = 0  # HTTP requests that hold engine requests; event loop only
         self._served: Served | None = None
         workers = min(4, os.cpu_count() or 1)
+        self.history = History()
         self.tokenize_pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
 
     def report(self, progress: Progress) -> None:

@@ -15,6 +15,9 @@ of one at its edge, which could combine with its neighbour) is more done:
    decides what that text means; a special token that a template inspects in a message is refused.
 
 Roles are not marked, since templates compare them; they must be well known or be named in the template.
+
+The text of step 2 is called sealed: which control tokens are meant can be read off it, so it can be compared with what
+ids stand for, cut, and encoded in parts.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ _MAX_DEPTH = 64
 _MAX_RENDERINGS = 64
 _NONCE = secrets.token_hex(8)
 _MARK = f"\ue000{_NONCE}\ue001"
+_PLACE = f"\ue000{secrets.token_hex(8)}\ue001"
+_UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
 
 class _Mark(NamedTuple):
@@ -61,6 +66,8 @@ class ChatPrompt:
         ordered = sorted(self.control_tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self._stand_ins = {token: f"\ue000{_NONCE}:{index}\ue001" for index, token in enumerate(ordered)}
+        self._tokens = {stand_in: token for token, stand_in in self._stand_ins.items()}
+        self._stand_in_pattern = re.compile(f"\ue000{_NONCE}:[0-9]+\ue001")
         self._longest = len(ordered[0]) if ordered else 0
         self._beginnings = {token[:cut] for token in ordered for cut in range(1, len(token))}
         self._endings = {token[cut:] for token in ordered for cut in range(1, len(token))}
@@ -72,20 +79,76 @@ class ChatPrompt:
         """Token ids of the conversation. Raises RequestError."""
         request = self._checked(messages, variables)
         plain = self._render(request, add_generation_prompt)
-        marks = self._marks(request)
-        if not marks:
+        if not self._marks(request):
             return self._hf.backend_tokenizer.encode(plain, add_special_tokens=False).ids
-        marked = self._render_marked(request, marks, add_generation_prompt, plain)
-        text = self._pattern.sub(lambda match: self._stand_ins[match.group()], marked).replace(_MARK, "")
-        separate, real_ids = self._separate_tokenizer
-        ids: list[int] = separate.encode(text, add_special_tokens=False).ids
-        return [real_ids.get(index, index) for index in ids]
+        return self._encode_separately(self._sealed(request, add_generation_prompt, plain))
+
+    def sealed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        after: int | None = None,
+    ) -> tuple[str, int | None]:
+        """The text that `ids` encodes, sealed, and where in it the content of message `after` ends.
+
+        The place is None if none was asked for, or if the template does not write that content as it is. Raises
+        RequestError.
+        """
+        request = self._checked(messages, variables)
+        plain = self._render(request, add_generation_prompt)
+        text = self._sealed(request, add_generation_prompt, plain)
+        for content in () if after is None else _with_place(request["messages"][after]["content"]):
+            changed = [*request["messages"]]
+            changed[after] = {**changed[after], "content": content}
+            placed = {**request, "messages": changed}
+            try:
+                rendered = self._render(placed, add_generation_prompt)
+                if rendered.count(_PLACE) != 1 or rendered.replace(_PLACE, "") != plain:
+                    continue
+                before, _, behind = self._sealed(placed, add_generation_prompt, rendered).partition(_PLACE)
+            except RequestError:  # the template minds the place
+                continue
+            if before + behind == text:
+                before = self._normalized(before)
+                return before + self._normalized(behind), len(before)
+        return self._normalized(text), None
+
+    def seal(self, text: str) -> str:
+        """A raw prompt, sealed: control tokens written in it count as such."""
+        return self._normalized(self._pattern.sub(lambda match: self._stand_ins[match.group()], text))
+
+    def encode(self, sealed: str) -> list[int]:
+        """Token ids of a sealed text."""
+        plain = self._stand_in_pattern.sub(lambda match: self._tokens[match.group()], sealed)
+        if self._pattern.sub(lambda match: self._stand_ins[match.group()], plain) == sealed:
+            return self._hf.backend_tokenizer.encode(plain, add_special_tokens=False).ids
+        return self._encode_separately(sealed)
+
+    def stand_in(self, token: str) -> str:
+        """How an added token is written in sealed text."""
+        return self._stand_ins.get(token, token)
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         """The plain rendering. Raises RequestError."""
         return self._render(self._checked(messages, variables), add_generation_prompt)
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._hf.backend_tokenizer.normalizer
+        # Any other normalizer may do what is not to be done twice.
+        return normalizer.normalize_str(text) if type(normalizer).__name__ in _UNICODE_FORMS else text
+
+    def _encode_separately(self, sealed: str) -> list[int]:
+        separate, real_ids = self._separate_tokenizer
+        ids: list[int] = separate.encode(sealed, add_special_tokens=False).ids
+        return [real_ids.get(index, index) for index in ids]
+
+    def _sealed(self, request: Mapping[str, Any], add_generation_prompt: bool, plain: str) -> str:
+        marks = self._marks(request)
+        marked = self._render_marked(request, marks, add_generation_prompt, plain) if marks else plain
+        return self._pattern.sub(lambda match: self._stand_ins[match.group()], marked).replace(_MARK, "")
 
     @functools.cached_property
     def _separate_tokenizer(self) -> tuple[Any, dict[int, int]]:
@@ -256,6 +319,12 @@ def _joined(content: Any, where: str) -> str:
             )
         texts.append(part["text"])
     return "".join(texts)
+
+
+def _with_place(content: str) -> list[str]:
+    """The content with a place at its end, or before the white space there, which templates may trim."""
+    core = content.rstrip()
+    return list(dict.fromkeys([content + _PLACE, core + _PLACE + content[len(core) :]]))
 
 
 def _check_data(value: Any, where: str, param: str, depth: int = 0) -> None:

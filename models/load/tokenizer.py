@@ -83,6 +83,47 @@ class Tokenizer:
         """The text that `render_chat` encodes."""
         return self._chat_prompt.text(messages, add_generation_prompt, template_kwargs)
 
+    def render_chat_sealed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        after: int | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[str, int | None]:
+        """Like `render_chat`, the text before it is encoded: control tokens in it are stand-ins no request can contain.
+
+        Also where the content of message `after` ends in it, or None if that can't be said.
+        """
+        return self._chat_prompt.sealed(messages, add_generation_prompt, template_kwargs, after)
+
+    def seal(self, text: str, add_special_tokens: bool = True) -> str | None:
+        """The sealed text of a raw prompt: `encode_sealed` of it gives the ids of `encode`.
+
+        None where the tokenizer adds anything but a beginning-of-sequence token.
+        """
+        added = self.encode("", add_special_tokens)
+        if not added:
+            return self._chat_prompt.seal(text)
+        bos = self.hf.bos_token
+        if added != [self.bos_id] or bos is None:
+            return None
+        return self._chat_prompt.seal(text if text.startswith(bos) else bos + text)
+
+    def encode_sealed(self, text: str) -> list[int]:
+        """Token ids of sealed text."""
+        return self._chat_prompt.encode(text)
+
+    def sealed_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in sealed text, as UTF-8; like `token_bytes` for all but control tokens."""
+        raw = self.token_bytes(token_id)
+        return self._chat_prompt.stand_in(raw.decode()).encode() if token_id in self._added_ids else raw
+
+    @functools.cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.content in self._chat_prompt.control_tokens)
+
     def token_text(self, token_id: int) -> str:
         """Text of one token, special tokens spelled out; an incomplete UTF-8 sequence shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")

@@ -9,12 +9,14 @@ from sparsejax.errors import RequestError
 from sparsejax.mock import BOS, EOS, VOCAB_SIZE
 
 NAMES = {BOS: "<bos>", EOS: "<eos>"}
+STAND_INS = {BOS: "\ue000", EOS: "\ue001"}
 
 
 class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     eos_ids = (EOS,)
     special_ids = frozenset(NAMES)
+    control_ids = special_ids
     has_chat_template = True
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -50,3 +52,28 @@ class ByteTokenizer:
         if continue_final_message:
             return ids[:-1]
         return [*ids, BOS, *b"assistant:"] if add_generation_prompt else ids
+
+    def seal(self, text: str, add_special_tokens: bool = True) -> str:
+        return text
+
+    def encode_sealed(self, text: str) -> list[int]:
+        controls = {stand_in: token for token, stand_in in STAND_INS.items()}
+        return [i for char in text for i in ([controls[char]] if char in controls else char.encode())]
+
+    def sealed_bytes(self, token_id: int) -> bytes:
+        return STAND_INS[token_id].encode() if token_id in STAND_INS else bytes([token_id])
+
+    def render_chat_sealed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        after: int | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> tuple[str, int | None]:
+        def sealed(part: Sequence[Mapping[str, Any]], opening: bool, cut: bool) -> str:
+            ids = self.render_chat(part, opening, cut, **variables)
+            return b"".join(map(self.sealed_bytes, ids)).decode()
+
+        text = sealed(messages, add_generation_prompt, continue_final_message)
+        return text, None if after is None else len(sealed(messages[: after + 1], False, False)) - 1

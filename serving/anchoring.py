@@ -1,0 +1,224 @@
+"""From a request with a chain to its token ids: what is looked up where, off the event loop (see `serving.history`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sparsejax.detokenize import Delta
+from sparsejax.errors import EngineDeadError
+from sparsejax.request import ChainOptions, ChainReport
+from sparsejax.serving import prompts
+from sparsejax.serving.history import (
+    Anchored,
+    Conversation,
+    History,
+    Known,
+    Match,
+    anchor_chat,
+    anchor_text,
+    known_chain,
+)
+from sparsejax.serving.messages import Steps, scope_of
+from sparsejax.serving.state import Served, ServerState, Tokenizer
+from sparsejax.serving.talks import NOTHING, OpenTurn, Talk
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What the engine gets of a request, and who notes how its turn ends.
+
+    Attributes:
+      ids: the whole context, or what is appended to the chain if `chain.append` says so.
+      chain: use of the Chain Cache, None for none.
+      turn: to be told of the turn's deltas.
+      kept: ids that were taken from a chain's ledger.
+      note: where the history that was sent is another one than the chain's, or None.
+    """
+
+    ids: Sequence[int]
+    chain: ChainOptions | None = None
+    turn: Turn | None = None
+    kept: int = 0
+    note: str | None = None
+
+
+class Turn:
+    """Follows a turn by its deltas. For the event loop.
+
+    Args:
+      history: notes it.
+      begun: called with the id of the turn's chain when it is known.
+      finished: called with that id, what the client was sent, the ids and the last delta.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        begun: Callable[[str], None],
+        finished: Callable[[str, Any, list[int], Delta], None],
+    ) -> None:
+        self._history = history
+        self._begun = begun
+        self._finished = finished
+        self._chain_id: str | None = None
+        self._ids: list[int] = []
+
+    def add(self, delta: Delta, answer: Any) -> None:
+        """The next delta; `answer` is what the client was sent, this delta included."""
+        report: ChainReport | None = delta.chain
+        self._ids += delta.piece.token_ids
+        if report is None:
+            return
+        if report.state == "gone":
+            self._history.forget(report.chain_id)
+        elif delta.finish_reason in ("stop", "length", "tool_calls"):
+            with contextlib.suppress(RecursionError):  # arguments of a tool call that nobody could send back
+                self._finished(report.chain_id, answer, self._ids, delta)
+        elif delta.finish_reason is None and self._chain_id is None:
+            self._begun(report.chain_id)
+        self._chain_id = report.chain_id
+
+
+async def chat(
+    state: ServerState,
+    served: Served,
+    conversation: Conversation,
+    method: str,
+    chain: ChainOptions,
+    *,
+    append_start: int | None = None,
+    match: Match = "messages",
+    skip_special_tokens: bool = True,
+) -> Prompt:
+    """Ids of a chat request with a chain.
+
+    Args:
+      conversation: its messages.
+      method: sparse method that it will use.
+      chain: what it asks for; `append` is set here.
+      append_start: index of the first message that the chain doesn't have; only what follows it is read.
+      match: see `history.anchor_chat`.
+      skip_special_tokens: of the request.
+
+    Raises RequestError.
+    """
+    history, tokenizer = state.history, served.tokenizer
+
+    def prepare() -> tuple[Steps, list[str]]:
+        prompts.refuse_huge_messages(served, conversation.messages)
+        steps = conversation.steps(method, chain)
+        return steps, history.talks.find(steps.steps)
+
+    steps, found = await prompts.in_pool(state, prepare)
+    known = await _known(served, history, found, method, chain)
+
+    def work() -> Prompt:
+        talk = history.talks.get(known.chain_id) if known else NOTHING
+        if append_start is not None:
+            suffix, joint = conversation.suffix(tokenizer, append_start, _tail(talk, known))
+            ids = tokenizer.encode_sealed(suffix)
+            options = dataclasses.replace(chain, append=True, append_joint=joint)
+            if known is None:  # the engine says why
+                return Prompt(ids, options)
+            ledger = known.ledger.tolist()
+            whole = [*ledger, *(ids[1:] if joint and ledger[-1:] == ids[:1] else ids)]
+            anchored = Anchored(whole, len(ledger), talk.beginning(talk.agreed(steps.steps)))
+            turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
+            return Prompt(ids, options, turn, len(ledger))
+        if known is None:
+            text, _ = conversation.sealed(tokenizer)
+            anchored = Anchored(tokenizer.encode_sealed(text))
+        else:
+            anchored = anchor_chat(tokenizer, history.ledgers, conversation, steps.steps, known, talk, match)
+        turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
+        return Prompt(anchored.ids, chain, turn, anchored.kept, _note(anchored, known))
+
+    return await prompts.in_pool(state, work)
+
+
+async def text(
+    state: ServerState,
+    served: Served,
+    prompt: str,
+    method: str,
+    chain: ChainOptions,
+    *,
+    add_special_tokens: bool = True,
+) -> Prompt:
+    """Ids of a text completion request with a chain. Arguments as in `chat`. Raises RequestError."""
+    history, tokenizer = state.history, served.tokenizer
+    scope = scope_of(chain.tenant, chain.salt, method, {})
+
+    def prepare() -> tuple[str | None, list[str]]:
+        prompts.refuse_huge(served, prompt, "prompt")
+        sealed = tokenizer.seal(prompt, add_special_tokens)
+        return sealed, [] if sealed is None else history.texts.find(scope, sealed.encode())
+
+    sealed, found = await prompts.in_pool(state, prepare)
+    if sealed is None:
+        return Prompt(await prompts.encode(state, served, prompt, add_special_tokens=add_special_tokens), chain)
+    known = await _known(served, history, found, method, chain)
+
+    def work() -> Prompt:
+        if known is None:
+            anchored = Anchored(tokenizer.encode_sealed(sealed))
+        else:
+            anchored = anchor_text(tokenizer, history.ledgers, sealed, known)
+
+        def finished(chain_id: str, answer: str, ids: list[int], delta: Delta) -> None:
+            history.texts.put(chain_id, scope, (sealed + (tokenizer.seal(answer, False) or "")).encode())
+
+        turn = Turn(history, lambda chain_id: history.texts.put(chain_id, scope, sealed.encode()), finished)
+        return Prompt(anchored.ids, chain, turn, anchored.kept, _note(anchored, known))
+
+    return await prompts.in_pool(state, work)
+
+
+async def _known(
+    served: Served, history: History, found: Sequence[str], method: str, chain: ChainOptions
+) -> Known | None:
+    """The chain whose ids are looked at: the named one, else the first of those found that is still there."""
+    names = [chain.chain_id, *found] if chain.chain_id else [*found] if chain.lookup else []
+    if not names:
+        return None
+    try:
+        known, dead = await asyncio.wrap_future(
+            served.engine.ask(lambda chains: known_chain(chains, names, method, chain))
+        )
+    except EngineDeadError:  # submitting the request says the same
+        return None
+    for chain_id in dead:
+        history.forget(chain_id)
+    return known
+
+
+def _tail(talk: Talk, known: Known | None) -> str:
+    """End of a chain's last answer that its ledger does not have."""
+    end = talk.ends[-1] if talk.ends else None
+    return end.tail if end is not None and known is not None and end.tokens == len(known.ledger) else ""
+
+
+def _chat_turn(
+    history: History, tokenizer: Tokenizer, steps: Steps, anchored: Anchored, skip_special_tokens: bool
+) -> Turn:
+    turn = OpenTurn(history.talks, tokenizer, steps, anchored.ids, anchored.talk)
+
+    def finished(chain_id: str, answer: Any, ids: list[int], delta: Delta) -> None:
+        cut = isinstance(delta.stop_reason, str)
+        closed = delta.finish_reason == "stop" and not cut and bool(ids)
+        turn.finished(chain_id, answer, ids, closed=closed, cut=cut, skip_special_tokens=skip_special_tokens)
+
+    return Turn(history, turn.begun, finished)
+
+
+def _note(anchored: Anchored, known: Known | None) -> str | None:
+    """Where a history leaves that of its chain, for people."""
+    if known is None or (anchored.token is None and anchored.message is None):
+        return None
+    places = [f"token {anchored.token}"] if anchored.token is not None else []
+    places += [f"message {anchored.message}"] if anchored.message is not None else []
+    return f"the history that was sent is another one than that of chain {known.chain_id} at {', '.join(places)}"

@@ -1,0 +1,239 @@
+"""Returned histories: the ids that a chain wrote and generated, for the text or messages that a client sends back.
+
+To encode a conversation again may give other ids than its chain has, and what a client sends need not be the text that
+the chain stands for. Two anchors find the chain's own ids:
+
+- messages: the request begins with all messages of a finished turn, compared as `serving.messages` does. Then its ids
+  are the ledger's up to the end of that turn, and what the template writes behind that turn's answer is encoded alone.
+- text: from there on, or from the beginning, ledger ids are kept while they stand for the text of the request.
+
+Nothing here decides what a chain reuses: the engine compares ids. So a chain that has changed meanwhile, or a table
+that has forgotten, costs reuse and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from sparsejax.errors import RequestError
+from sparsejax.request import ChainOptions
+from sparsejax.serving.ledger_text import LedgerText, LedgerTexts, Sealing, TextIndex, encode_behind
+from sparsejax.serving.messages import Step, Steps, scope_of
+from sparsejax.serving.talks import MAX_STEPS, NOTHING, End, Talk, Talks, digest_of_ids
+
+if TYPE_CHECKING:
+    from sparsejax.chains import Chains
+
+Match = Literal["messages", "text"]
+
+
+class Tokenizer(Sealing, Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+
+    def render_chat_sealed(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        after: int | None = None,
+        **template_kwargs: Any,
+    ) -> tuple[str, int | None]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A chain as it was between two steps of the engine: its ledger, and at which ids states of it end."""
+
+    chain_id: str
+    ledger: np.ndarray
+    processed: int
+    boundaries: tuple[int, ...]
+
+
+def known_chain(
+    chains: Chains, chain_ids: Sequence[str], method: str, options: ChainOptions
+) -> tuple[Known | None, list[str]]:
+    """The first of some chains that a turn with these options may go on from, and those that are gone.
+
+    For the engine's thread.
+    """
+    seed = chains.seed(method, options.salt, options.tenant)
+    dead = [chain_id for chain_id in chain_ids if chain_id not in chains.index.chains]
+    for chain_id in chain_ids:
+        chain = chains.index.chains.get(chain_id)
+        if chain is not None and chain.seed == seed and len(chain.ledger):
+            kept = (*(checkpoint.processed for checkpoint in chain.checkpoints), chain.processed)
+            return Known(chain_id, chain.ledger, chain.processed, kept), dead
+    return None, dead
+
+
+class Conversation:
+    """A checked chat request before its template is rendered.
+
+    Args:
+      messages: as `prompts.plain_message` makes them.
+      add_generation_prompt, variables: of the template.
+    """
+
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> None:
+        self.messages = messages
+        self.add_generation_prompt = add_generation_prompt
+        self.variables = variables
+
+    def steps(self, method: str, options: ChainOptions) -> Steps:
+        """For comparing it with conversations of the same tenant, salt, method, tools and template variables."""
+        variables = {k: v for k, v in self.variables.items() if k != "continue_final_message"}
+        return Steps(scope_of(options.tenant, options.salt, method, variables), self.messages)
+
+    def sealed(self, tokenizer: Tokenizer, after: int | None = None) -> tuple[str, int | None]:
+        """Its text, and where in it the answer `messages[after]` ends, or None if that can't be said."""
+        text, end = tokenizer.render_chat_sealed(
+            self.messages, add_generation_prompt=self.add_generation_prompt, after=after, **self.variables
+        )
+        if after is not None and end is not None and self.messages[after].get("tool_calls"):
+            # Tool calls are written behind the content, in the template's own way, up to the end of the message.
+            marks = (tokenizer.sealed_bytes(i).decode() for i in tokenizer.eos_ids if i in tokenizer.control_ids)
+            end = min((at for mark in marks if (at := text.find(mark, end)) >= 0), default=None)
+        return text, end
+
+    def suffix(self, tokenizer: Tokenizer, first: int, tail: str = "") -> tuple[str, bool]:
+        """Sealed text of what follows message `first - 1`, an answer; the messages before it are not looked at.
+
+        `tail` is an end of the answer that belongs to it. Also whether it begins with a control token, which ends the
+        answer as an answer's last id may do.
+        """
+        if not 1 <= first < len(self.messages):
+            raise RequestError(
+                f"chain_append_start={first} must name one of the messages after the first",
+                param="chain_append_start",
+            )
+        if self.messages[first - 1].get("role") != "assistant":
+            raise RequestError(
+                f"messages[{first - 1}] must be the answer that chain_append_start follows", param="chain_append_start"
+            )
+        opening = {"role": "user", "content": "."}  # templates may want a question before an answer
+        shorter = Conversation([opening, *self.messages[first - 1 :]], self.add_generation_prompt, self.variables)
+        for conversation, answer in ((shorter, 1), (self, first - 1)):
+            try:
+                text, end = conversation.sealed(tokenizer, answer)
+            except RequestError:
+                if conversation is self:
+                    raise
+                continue
+            if end is not None:
+                rest = text[end:]
+                return tail + rest, not tail and tokenizer.encode_sealed(rest)[:1] in ([i] for i in tokenizer.eos_ids)
+        raise RequestError(
+            "the chat template does not say where the answer ends; send the whole conversation without"
+            " chain_append_start",
+            param="chain_append_start",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchored:
+    """The ids of a request.
+
+    Attributes:
+      ids: all of its context.
+      kept: so many come from the chain's ledger.
+      talk: the chain's record up to where messages were matched.
+      token: first ledger id that stands for another text than the request's; None if there is none.
+      message: first message that is another one than the chain has; None if there is none or it isn't known.
+    """
+
+    ids: list[int]
+    kept: int = 0
+    talk: Talk = NOTHING
+    token: int | None = None
+    message: int | None = None
+
+
+def anchor_chat(
+    tokenizer: Tokenizer,
+    texts: LedgerTexts,
+    conversation: Conversation,
+    steps: Sequence[Step],
+    known: Known,
+    talk: Talk,
+    match: Match = "messages",
+) -> Anchored:
+    """Ids of a conversation.
+
+    Args:
+      steps: of its messages.
+      known: its chain; `talk` is what is remembered of it.
+      match: "messages" keeps what a chain has of turns whose messages are equal but for what means nothing, their
+        reasoning included; "text" keeps only what the template would write.
+    """
+    agreed = talk.agreed(steps)
+    message = agreed if agreed < min(len(talk.steps), len(steps)) else None
+    ends = [end for end in talk.ends if end.messages <= agreed and match == "messages"]
+    end = next((e for e in reversed(ends) if digest_of_ids(known.ledger[: e.tokens]) == e.digest), None)
+    text, place = conversation.sealed(tokenizer, None if end is None else end.messages - 1)
+    ledger = texts.get(tokenizer, known.chain_id, known.ledger)
+    found = None
+    if end is not None and place is not None:
+        start, rest = _behind(tokenizer, end, known, text[place:])
+        found = _anchor(tokenizer, ledger, known, start, rest)
+    if end is None or found is None:
+        end, found = None, _anchor(tokenizer, ledger, known, 0, text)
+    if found is None:
+        return Anchored(tokenizer.encode_sealed(text), message=message)
+    ids, kept, whole = found
+    token = whole if whole < len(known.ledger) and whole < len(ids) else None
+    return Anchored(ids, kept, talk.beginning(end.messages) if end else NOTHING, token, message)
+
+
+def anchor_text(tokenizer: Tokenizer, texts: LedgerTexts, text: str, known: Known) -> Anchored:
+    """Ids of a sealed text whose chain is `known`."""
+    ledger = texts.get(tokenizer, known.chain_id, known.ledger)
+    found = _anchor(tokenizer, ledger, known, 0, text)
+    if found is None:
+        return Anchored(tokenizer.encode_sealed(text))
+    ids, kept, whole = found
+    return Anchored(ids, kept, token=whole if whole < len(known.ledger) and whole < len(ids) else None)
+
+
+def _behind(tokenizer: Tokenizer, end: End, known: Known, rest: str) -> tuple[int, str]:
+    """How many ids stand for a matched turn, and the text behind them; `rest` is the template's, behind the answer."""
+    if not end.closed:
+        return end.tokens, end.tail + rest
+    closing = tokenizer.sealed_bytes(int(known.ledger[end.tokens - 1])).decode()
+    if rest.startswith(closing):
+        return end.tokens, rest[len(closing) :]
+    # The template ends an answer in another way than the model did. A last id without a row is taken back.
+    return end.tokens - (known.processed < end.tokens), rest
+
+
+def _anchor(
+    tokenizer: Tokenizer, ledger: LedgerText, known: Known, start: int, rest: str
+) -> tuple[list[int], int, int] | None:
+    """(ids, those kept, those before the first difference), or None if the text can't be encoded behind them."""
+    data = rest.encode()
+    kept, used, whole = ledger.cut(data, start, known.boundaries)
+    new = encode_behind(tokenizer, known.ledger[:kept], data[used:].decode())
+    return None if new is None or not kept + len(new) else ([*known.ledger[:kept].tolist(), *new], kept, whole)
+
+
+class History:
+    """What a server remembers of the conversations of its chains."""
+
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self.talks = Talks(max_steps)
+        self.ledgers = LedgerTexts()
+        self.texts = TextIndex()
+
+    def forget(self, chain_id: str) -> None:
+        """The chain is gone."""
+        self.talks.forget(chain_id)
+        self.ledgers.forget(chain_id)
+        self.texts.forget(chain_id)
