@@ -21,6 +21,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "pallas_kernels").is_dir():
 _EXPORTS = {
     "LLM": "sparsejax.llm",
     "SamplingParams": "sparsejax.request",
+    "ChainOptions": "sparsejax.request",
     "Method": "sparsejax.method",
     "Storage": "sparsejax.storage",
     "KVState": "sparsejax.state",
@@ -35,7 +36,7 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from sparsejax.llm import LLM
     from sparsejax.method import Method
-    from sparsejax.request import SamplingParams
+    from sparsejax.request import ChainOptions, SamplingParams
     from sparsejax.state import KVState
     from sparsejax.steps import decode_step, maintain_step, prefill_chunk
     from sparsejax.storage import Storage
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "ChainOptions",
     "KVState",
     "Method",
     "SamplingParams",

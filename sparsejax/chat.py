@@ -17,6 +17,7 @@ import sparsejax
 from sparsejax import cli
 from sparsejax.config import EngineConfig, ServerConfig
 from sparsejax.errors import ConfigError, EngineDeadError, RequestError
+from sparsejax.request import ChainOptions
 
 HELP = """\
 /clear          forget the conversation
@@ -36,6 +37,7 @@ class Cost:
     completion_tokens: int = 0
     ttft_s: float | None = None
     tokens_per_s: float | None = None
+    cached_tokens: int = 0
     seen_tokens: int = 0
     resident_tokens: int = 0
     read_tokens: int = 0
@@ -47,7 +49,8 @@ class Cost:
             parts.append(f"{self.tokens_per_s:.1f} tokens/s")
         if self.ttft_s is not None:
             parts.append(f"first token after {self.ttft_s:.2f} s")
-        parts.append(f"{self.prompt_tokens} + {self.completion_tokens} tokens")
+        reused = f" ({self.cached_tokens} reused)" if self.cached_tokens else ""
+        parts.append(f"{self.prompt_tokens}{reused} + {self.completion_tokens} tokens")
         if self.seen_tokens:
             parts.append(f"seen {self.seen_tokens}, kept {self.resident_tokens}, read per step {self.read_tokens}")
         if self.method:
@@ -74,12 +77,17 @@ class Local:
         self._llm = llm
         self._params = llm.default_params(**params)
         self._method = next(iter(llm.limits.methods))
+        self._chain_id: str | None = None
         self.cost = Cost()
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
         self.cost = Cost(method=self._method)
-        with contextlib.closing(self._llm.stream_chat(messages, self._params)) as deltas:
+        # Each answer goes on from what the one before left in memory.
+        chain = ChainOptions(self._chain_id) if self._llm.built.engine.settings.chain_cache else None
+        with contextlib.closing(self._llm.stream_chat(messages, self._params, chain=chain)) as deltas:
             for delta in deltas:
+                if delta.chain is not None:
+                    self._chain_id = delta.chain.chain_id
                 if delta.piece.text:
                     yield delta.piece.text
                 if delta.stats is not None:
@@ -90,6 +98,7 @@ class Local:
                         stats.completion_tokens,
                         stats.ttft_s,
                         stats.tokens_per_s,
+                        stats.cached_tokens,
                         stats.seen_tokens,
                         stats.resident_tokens,
                         stats.read_tokens,
@@ -147,6 +156,7 @@ class Remote:
         usage, extra = event.get("usage") or {}, event.get("sparsejax") or {}
         self.cost.prompt_tokens = usage.get("prompt_tokens", self.cost.prompt_tokens)
         self.cost.completion_tokens = usage.get("completion_tokens", self.cost.completion_tokens)
+        self.cost.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for name in ("method", "ttft_s", "tokens_per_s", "seen_tokens", "resident_tokens", "read_tokens"):
             if extra.get(name) is not None:
                 setattr(self.cost, name, extra[name])

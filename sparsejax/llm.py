@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparsejax.config import EngineConfig, Progress, engine_config
 from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta
 from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from sparsejax.outputs import Completion, Gathered, Output
 from sparsejax.plans import RunnerLimits
-from sparsejax.request import FinishReason, Request, RequestStats, SamplingParams, TokenEvent, TokenLogprob
+from sparsejax.request import ChainOptions, Request, SamplingParams, TokenEvent
+
+__all__ = ["LLM", "Built", "Completion", "Output"]
 
 if TYPE_CHECKING:
     from sparsejax.engine import Engine
 
 Messages = Sequence[Mapping[str, Any]]
+Chain = ChainOptions | Sequence[ChainOptions | None] | None
 
 # Requests handed to the engine at a time, per row: enough to keep it busy, few enough that none waits for long.
 _REQUESTS_PER_ROW = 2
@@ -52,59 +56,6 @@ class Built(Protocol):
     def generation_defaults(self) -> Mapping[str, Any]: ...
     @property
     def info(self) -> Mapping[str, Mapping[str, Any]]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One continuation of a prompt.
-
-    Attributes:
-      index: 0..n-1.
-      text: without the stop string or token that ended it.
-      token_ids: all generated ids, the one that ended the text included.
-      finish_reason: "stop" or "length".
-      stop_reason: the stop string or token id that ended the text; None for end-of-sequence or length.
-      logprobs: one per token, if asked for.
-      stats: what it cost: times in seconds; tokens seen, still resident and read per step.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprob, ...] | None
-    stats: RequestStats
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What `generate` and `chat` return for one prompt.
-
-    Attributes:
-      prompt: the text, or None if ids or messages were given.
-      prompt_ids: what the model saw.
-      outputs: `SamplingParams.n` continuations.
-    """
-
-    prompt: str | None
-    prompt_ids: tuple[int, ...]
-    outputs: tuple[Output, ...]
-
-    @property
-    def text(self) -> str:
-        """Text of the first continuation."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Ids of the first continuation."""
-        return self.outputs[0].token_ids
-
-    @property
-    def stats(self) -> RequestStats:
-        """Cost of the first continuation."""
-        return self.outputs[0].stats
 
 
 class LLM:
@@ -182,6 +133,7 @@ class LLM:
         *,
         sparse_method: str | None = None,
         progress: bool = True,
+        chain: Chain = None,
     ) -> list[Completion]:
         """Continues prompts, batched as the engine can.
 
@@ -190,16 +142,25 @@ class LLM:
           sampling_params: for all prompts, or one for each; None takes the checkpoint's recommendation.
           sparse_method: one of the served methods; None takes the default.
           progress: show a progress bar.
+          chain: keep the conversation's memory, for all prompts or one for each; None keeps nothing. With
+            `ChainOptions()` a chain begins, or a known beginning is found; with `ChainOptions(chain_id=...)` one goes
+            on, and only what is new is computed; with `append=True`, too, the prompt is only what is new.
 
         Returns:
           One completion per prompt, in order.
 
         Raises:
           RequestError: a prompt or parameter is refused; nothing is left running.
+          ChainError: a chain can't go on as it was asked to.
           EngineDeadError: the engine stopped.
+
+        Example:
+          >>> first = llm.generate("Once upon a time", chain=ChainOptions())[0]
+          >>> goes_on = ChainOptions(first.chain.chain_id, append=True)
+          >>> llm.generate(" The end came when", chain=goes_on)[0].stats.cached_tokens
         """
-        given, texts = self._prompts(prompts)
-        return self._complete(given, texts, sampling_params, sparse_method, progress, context=True)
+        given, texts = self._prompts(prompts, special=not _appends(chain))
+        return self._complete(given, texts, sampling_params, sparse_method, progress, context=True, chain=chain)
 
     def chat(
         self,
@@ -208,6 +169,7 @@ class LLM:
         *,
         sparse_method: str | None = None,
         progress: bool = True,
+        chain: Chain = None,
         add_generation_prompt: bool = True,
         **template_variables: Any,
     ) -> list[Completion]:
@@ -215,7 +177,7 @@ class LLM:
 
         Args:
           messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
-          sampling_params, sparse_method, progress: as in `generate`.
+          sampling_params, sparse_method, progress, chain: as in `generate`; messages are always the whole conversation.
           add_generation_prompt: end the prompt with the opening of an assistant message.
           template_variables: for the chat template, e.g. enable_thinking=False.
 
@@ -224,9 +186,10 @@ class LLM:
         """
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if many else [messages]
+        _whole_messages(chain)
         prompts = [self._render(one, add_generation_prompt, template_variables) for one in conversations]
         texts: list[str | None] = [None] * len(prompts)
-        return self._complete(prompts, texts, sampling_params, sparse_method, progress, context=False)
+        return self._complete(prompts, texts, sampling_params, sparse_method, progress, context=False, chain=chain)
 
     def stream_chat(
         self,
@@ -234,22 +197,29 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         sparse_method: str | None = None,
+        chain: ChainOptions | None = None,
         **template_variables: Any,
     ) -> Iterator[Delta]:
-        """Answers one conversation piece by piece; closing the iterator cancels the answer."""
+        """Answers one conversation piece by piece; closing the iterator cancels the answer.
+
+        With `chain` the first delta has no text and says what became of it, and so does the last one (`Delta.chain`).
+        A chain outlives a cancelled answer.
+        """
+        _whole_messages(chain)
         prompt = self._render(messages, True, template_variables)
         params = self.default_params() if sampling_params is None else sampling_params
-        requests = self._requests([prompt], [params], sparse_method)
+        requests = self._requests([prompt], [params], sparse_method, [chain])
         for _, delta in self._run(requests, context=False):
             yield delta
 
     def _render(self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]) -> list[int]:
         return self.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def _prompts(self, prompts: Any) -> tuple[list[Sequence[int]], list[str | None]]:
+    def _prompts(self, prompts: Any, special: bool) -> tuple[list[Sequence[int]], list[str | None]]:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        encode = self.tokenizer.encode
+        ids = [encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts]
         return ids, [prompt if isinstance(prompt, str) else None for prompt in prompts]
 
     def _complete(
@@ -260,6 +230,7 @@ class LLM:
         sparse_method: str | None,
         progress: bool,
         context: bool,
+        chain: Chain,
     ) -> list[Completion]:
         if sampling_params is None:
             sampling_params = self.default_params()
@@ -269,8 +240,11 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts", param="sampling_params")
-        requests = self._requests(prompts, params, sparse_method)
-        gathered = [[_Gathered() for _ in range(request.params.n)] for request in requests]
+        chains = [chain] * len(prompts) if chain is None or isinstance(chain, ChainOptions) else list(chain)
+        if len(chains) != len(prompts):
+            raise RequestError(f"{len(chains)} chains for {len(prompts)} prompts", param="chain")
+        requests = self._requests(prompts, params, sparse_method, chains)
+        gathered = [[Gathered() for _ in range(request.params.n)] for request in requests]
         with _bar(len(requests), progress) as bar:
             tokens = 0
             for number, delta in self._run(requests, context):
@@ -281,18 +255,27 @@ class LLM:
                         bar.update(1)
                         bar.set_postfix_str(f"{tokens} tokens, {tokens / max(bar.format_dict['elapsed'], 1e-9):.1f}/s")
         return [
-            Completion(text, request.prompt_ids, tuple(choice.output(i) for i, choice in enumerate(choices)))
+            Completion(
+                text,
+                request.prompt_ids,
+                tuple(choice.output(i) for i, choice in enumerate(choices)),
+                choices[0].last.chain if choices[0].last else None,
+            )
             for text, request, choices in zip(texts, requests, gathered, strict=True)
         ]
 
     def _requests(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sparse_method: str | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sparse_method: str | None,
+        chains: Sequence[ChainOptions | None],
     ) -> list[Request]:
         """Checked requests: a wrong one is refused before any of them runs."""
         batch, window = uuid.uuid4().hex, self.limits.geometry.max_model_len
         requests = []
-        for i, (ids, one) in enumerate(zip(prompts, params, strict=True)):
-            request = Request(f"llm-{batch}-{i}", tuple(ids), one, sparse_method)
+        for i, (ids, one, chain) in enumerate(zip(prompts, params, chains, strict=True)):
+            request = Request(f"llm-{batch}-{i}", tuple(ids), one, sparse_method, chain=chain)
             request.validate(self.limits.vocab_size)
             if len(request.prompt_ids) >= window:
                 raise ContextLengthError(
@@ -336,7 +319,7 @@ class LLM:
                 delta = choice.feed(event)
                 if choice.stop_requested and key not in stopping and delta.finish_reason is None:
                     stopping.add(key)
-                    engine.stop(*key)
+                    engine.stop(*key, choice.visible_tokens)
                 if delta.finish_reason is not None:
                     del choices[key]
                 if delta.finish_reason == "error":
@@ -349,34 +332,15 @@ class LLM:
                 engine.cancel(request_id)
 
 
-class _Gathered:
-    """Deltas of one choice."""
+def _appends(chain: Chain) -> bool:
+    """Some prompt goes on with a text: it doesn't begin like one of its own."""
+    options = [chain] if chain is None or isinstance(chain, ChainOptions) else chain
+    return any(one is not None and one.append for one in options)
 
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.last: Delta | None = None
 
-    def add(self, delta: Delta) -> None:
-        self.text.append(delta.piece.text)
-        self.token_ids += delta.piece.token_ids
-        self.logprobs += delta.piece.logprobs
-        if delta.finish_reason is not None:
-            self.last = delta
-
-    def output(self, index: int) -> Output:
-        assert self.last is not None
-        assert self.last.finish_reason is not None
-        return Output(
-            index=index,
-            text="".join(self.text),
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.last.finish_reason,
-            stop_reason=self.last.stop_reason,
-            logprobs=tuple(self.logprobs) or None,
-            stats=self.last.stats or RequestStats(),
-        )
+def _whole_messages(chain: Chain) -> None:
+    if _appends(chain):
+        raise RequestError("send the whole conversation; only generate() takes append=True", param="append")
 
 
 def _bar(total: int, enabled: bool) -> Any:
