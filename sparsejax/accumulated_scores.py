@@ -125,7 +125,7 @@ def recent_rows(budget: int, ratio: float) -> int:
 
 def aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
     """The array of scores, and how many rows of a layer and request have one. The others count as 0."""
-    return {SCORES: AuxSpec("token", (), "float32"), SCORED: AuxSpec("row", (), "int32")}
+    return {SCORES: AuxSpec("token", (), "float32"), SCORED: AuxSpec("row", (), "int32", counts_rows=True)}
 
 
 def on_write(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:

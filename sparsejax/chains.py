@@ -26,6 +26,7 @@ from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
+from sparsejax.recall import Recall
 from sparsejax.request import ChainOptions, ChainReport, FinishReason
 from sparsejax.rows import Group, Sequence, ceil_div
 from sparsejax.settings import EngineSettings
@@ -66,6 +67,7 @@ class Chains:
         self.index, self.host = self.tiers.index, self.tiers.host
         self._fingerprints: dict[str, bytes] = {}
         self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
+        self.recall = Recall(runner, memory, settings, clock, lambda seq: self.reclaim(seq.chain))
 
     @property
     def now_s(self) -> float:
@@ -226,6 +228,7 @@ class Chains:
         seq.old_ledger = seq.chain.ledger
         payload = self.index.start(seq.chain, seq.group.request_id, as_ids(seq.group.prompt.astype(np.uint32)))
         seq.begun = True
+        self.recall.begin(seq, seq.chain.evicted)
         chain_reports.begun(seq, self._metrics)
         began_s = self._clock()
         if payload is None:
@@ -275,6 +278,7 @@ class Chains:
             old.inexact_rollback_tokens + inexact,
             old.rebuilt or seq.rebuilt,
             reason == "cancelled",
+            old.recalled_tokens + self.recall.lent_rows(seq),
         )
         try:
             size, tier = size_of(payload), tier_of(payload)
@@ -284,6 +288,7 @@ class Chains:
             self.tiers.release(payload)
             self.index.fail(chain, owner, "failure")
             return
+        chain.evicted = seq.evicted
         self._keep_turn_end(chain)
 
     def checkpoint(self, seq: Sequence) -> None:
@@ -300,7 +305,8 @@ class Chains:
             return
         pages, copies = found
         try:
-            parked = call_runner(self._runner.park, seq.group.method, seq.row, False)
+            with self.recall.aside(seq):
+                parked = call_runner(self._runner.park, seq.group.method, seq.row, False)
             if copies:
                 call_runner(self._runner.copy_pages, seq.group.method, copies)
         except RequestError:
@@ -309,7 +315,8 @@ class Chains:
             return
         quality = dataclasses.replace(chain.quality, evicted_tokens=max(0, at - int(pages.lengths.max())))
         rows = DeviceRows(seq.group.method, pages, parked)
-        self.index.add_checkpoint(chain, Checkpoint("prefix" if shared else "prompt_end", at, rows, quality=quality))
+        kind = "prefix" if shared else "prompt_end"
+        self.index.add_checkpoint(chain, Checkpoint(kind, at, rows, quality=quality, evicted=seq.evicted))
 
     def _go_back(self, seq: Sequence, reason: str) -> None:
         """The rows of a turn are lost: the chain is as before it, if a checkpoint of that was kept, else gone."""
@@ -322,6 +329,7 @@ class Chains:
         rows = state.payload
         self.index.counts["went_back"] += 1
         self.index.finish(chain, owner, seq.old_ledger, state.processed, rows, size_of(rows), state.tier, state.quality)
+        chain.evicted = state.evicted
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -362,6 +370,7 @@ class Chains:
             return HostRows(method, pages, swapped, lengths, extra)
         if seq.pages is None or not (seq.row or seq.parked):
             return None
+        self.recall.withdraw(seq)
         parked = seq.parked or call_runner(self._runner.park, method, seq.row)
         if extra:
             parked = call_runner(self._runner.trim, method, parked, extra)
@@ -381,11 +390,12 @@ class Chains:
             rows = self._fork(payload)
         except (PoolExhaustedError, RequestError):
             return
-        self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, rows, Tier.DEVICE, chain.quality))
+        state = rows, Tier.DEVICE, chain.quality, chain.evicted
+        self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, *state))
 
     def report(self, seq: Sequence) -> ChainReport:
         """What the client is told."""
-        return chain_reports.report(seq, self.ttl_s)
+        return dataclasses.replace(chain_reports.report(seq, self.ttl_s), recall=self.recall.report(seq))
 
     # Room.
 

@@ -203,6 +203,29 @@ def head_budgets(
     ceiling: int,
     *,
     first: int = 0,
+def keep_more(rows: jax.Array, counts: jax.Array, kept: jax.Array, lengths: jax.Array, most: int) -> jax.Array:
+    """The same rows and, of the others, the last ones.
+
+    Args:
+      rows: int32 [heads or 1, n], ascending; the first `counts` of each head count.
+      counts: int32 [heads or 1], rows of each head.
+      kept: int32 [heads or 1], rows to stay, at least `counts`.
+      lengths: int32 [heads or 1], rows before.
+      most: the most rows that a head may keep.
+
+    Returns:
+      int32 [heads or 1, most]; the first `kept` of each head ascending.
+    """
+    index = jnp.arange(rows.shape[1], dtype=jnp.int32)
+    dropped = (lengths - kept)[:, None]
+    # So many rows are dropped that all behind the last of them stay; before it those that were chosen.
+    chosen = ((rows - index < dropped) & (index < counts[:, None])).sum(1, dtype=jnp.int32, keepdims=True)
+    index = jnp.arange(most, dtype=jnp.int32)
+    rows, _, _ = jnp.broadcast_arrays(rows, counts[:, None], dropped)
+    padded = jnp.pad(rows, ((0, 0), (0, max(0, most - rows.shape[1]))))[:, :most]
+    return jnp.where(index < chosen, padded, dropped + index)
+
+
     recent: int = 0,
 ) -> jax.Array:
     """How many rows each head of a layer keeps, if the best rows of all heads stay (arXiv 2407.11550).

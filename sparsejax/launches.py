@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax.cache.evicted import PageScores, ScoreTicket
 from sparsejax.errors import RequestError
 from sparsejax.plans import CountTicket, StepResult, Ticket
 from sparsejax.prefill import Bucket
@@ -40,7 +41,7 @@ class Launch:
     """
 
     step: int
-    ticket: Ticket | CountTicket
+    ticket: Ticket | CountTicket | ScoreTicket
     rows: tuple[tuple[Sequence, int | None], ...]
     submitted_s: float
     bucket: Bucket | None
@@ -66,7 +67,7 @@ class Launches:
     def add(
         self,
         step: int,
-        ticket: Ticket | CountTicket,
+        ticket: Ticket | CountTicket | ScoreTicket,
         rows: list[tuple[Sequence, int | None]],
         bucket: Bucket | None,
     ) -> None:
@@ -79,7 +80,7 @@ class Launches:
         oldest = self._queue[0]
         return oldest.step <= newest_due_step or call_runner(oldest.ticket.is_ready)
 
-    def collect(self) -> tuple[Launch, StepResult | np.ndarray, float]:
+    def collect(self) -> tuple[Launch, StepResult | np.ndarray | PageScores, float]:
         """Waits for the oldest program; also returns the seconds that the device spent on it, as far as is known."""
         launch = self._queue.popleft()
         result = call_runner(launch.ticket.result)

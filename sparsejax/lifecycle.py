@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax import recall
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
 from sparsejax.chains import Chains
@@ -66,6 +67,8 @@ class Lifecycle:
         self.memory = Memory(self.limits)
         self.swap = SwapSpace(self.settings.swap_bytes)
         self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock)
+        self.recall = self.chains.recall
+        self.recall.watch = lambda seq, ticket: self.launches.add(self.step_number, ticket, [(seq, None)], None)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
@@ -85,7 +88,9 @@ class Lifecycle:
         """Checks a request against fixed limits; safe in any thread. Raises RequestError."""
         if request.chain is not None and not self.settings.chain_cache:
             raise ChainDisabledError("chains are off here (--chain-cache)", chain_id=request.chain.chain_id)
-        return admissible(request, self.limits, self.memory, self.planner.max_chunk, on_event)
+        group = admissible(request, self.limits, self.memory, self.planner.max_chunk, on_event)
+        recall.prepare(group, self.limits, self.settings)
+        return group
 
     def add(self, group: Group) -> None:
         """Queues a prepared request. One with a chain gets it now, or ends with the reason why it can't."""
@@ -151,6 +156,7 @@ class Lifecycle:
             if s.chain is not None and s.state is not State.FINISHED
         }
         self.chains.check_integrity(live_chains)
+        self.recall.check_integrity()
         if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
             raise IntegrityError("the swap space is miscounted")
 
@@ -180,6 +186,7 @@ class Lifecycle:
             self.chains.begin(seq)
             if seq.chain_told != (seq.chain_status, seq.base):  # it was given up while the turn waited
                 self._tell_chain(seq)
+        self.recall.seat(seq)
         return True
 
     def _tell_chain(self, seq: Sequence) -> None:
@@ -241,7 +248,7 @@ class Lifecycle:
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
-        else:
+        elif not self.recall.relieve(self.running):
             self._finish(seq, "error", error=self._no_room(seq, purpose))
 
     def _victim(self) -> Sequence | None:
@@ -267,6 +274,7 @@ class Lifecycle:
         if seq.computed and self._swappable(seq):
             table = seq.pages.padded(-1)
             with contextlib.suppress(RequestError):  # a row that the runner can't export is rebuilt
+                self.recall.withdraw(seq)
                 swapped = call_runner(self.runner.export_row, seq.group.method, seq.row, table)
                 if self.swap.put(seq.group.method, seq.pages.count, swapped.nbytes):
                     seq.swapped, seq.swapped_lengths = swapped, seq.pages.lengths.copy()
@@ -282,10 +290,12 @@ class Lifecycle:
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
             seq.computed = seq.replayed = seq.dispatched = seq.observed_from = 0
             seq.phase_due = seq.counting = seq.counts = None
+            self.recall.begin(seq, ())
             seq.state = State.WAITING
             self.waiting.append(seq)
         self.running.remove(seq)
         self.memory.release(seq)
+        self.recall.lose_place(seq)
         log.info("request %s preempted (%s)", seq.group.request_id, seq.state.value)
 
     def _no_room(self, seq: Sequence, purpose: str) -> CacheTooSmallError:
@@ -314,6 +324,7 @@ class Lifecycle:
         if seq.row and seq.begun and seq.exhausted and not seq.phase_due and not seq.replaying:
             self.note_usage(seq)
             with contextlib.suppress(RequestError):  # then it stays on its row until the turn is over
+                self.recall.withdraw(seq)
                 seq.parked = call_runner(self.runner.park, seq.group.method, seq.row)
             if seq.parked is None:
                 return
@@ -357,6 +368,7 @@ class Lifecycle:
                 self._mean_output_tokens += 0.1 * (len(seq.output) - self._mean_output_tokens)
             self.metrics.finished(group.request, seq.index, reason, stats)
             report = self.chains.report(seq) if seq.chain is not None else None
+            self.recall.forget(seq)
             event = TokenEvent(group.request_id, seq.index, tokens, logprobs, reason, stop_reason, error, stats, report)
             self._emit(group, event)
             if group.finished:
@@ -413,7 +425,7 @@ class Lifecycle:
             # What nobody has seen yet may have to be taken back, so nothing is chosen by it: the row waits a step.
             seq.phase_due = phase if phase == "token" else None
             return
-        observed = seq.computed - seq.observed_from
+        observed, asked = seq.computed - seq.observed_from, None
         if kept is not None and facts.most_counted(phase, pages.lengths):
             if seq.counts is None:
                 self._count(seq, phase, observed)
@@ -422,31 +434,34 @@ class Lifecycle:
             if kept.shape != pages.lengths.shape or ((kept < 1) | (kept > pages.lengths)).any():
                 raise RuntimeError(f"{facts.name} counts {kept.tolist()} rows of {pages.lengths.tolist()}")
         if kept is not None:
+            asked, kept = self.recall.asked(seq, phase, kept)
+        if kept is not None:
             while self.memory.pool.free_pages(facts.granularity) < pages.fresh_pages(kept):
                 self._relieve(seq, "a compaction")
                 if not seq.row:
                     return  # swapped out; `phase_due` stays and is carried out before the next step
 
             def submit(table: np.ndarray) -> None:
-                plan = MaintainRow(seq.row, "evict", phase, pages.lengths.copy(), kept, table, observed)
-                call_runner(self.runner.maintain, seq.group.method, plan)
+                plan = MaintainRow(seq.row, "evict", phase, pages.lengths.copy(), kept, table, observed, asked)
+                self.recall.keep(seq, call_runner(self.runner.maintain, seq.group.method, plan))
 
-            freed = pages.compact(kept, submit)
-            seq.counts = None
+            with self.recall.aside(seq):
+                freed = pages.compact(kept, submit)
             self.num_evicted_pages += freed
             self.metrics.pages_evicted.inc(freed)
             self.metrics.maintenance_steps.inc(kind="evict")
             self.memory.shrink(seq)
         if kept is not None or phase == "prompt":
             seq.observed_from = seq.computed
-        seq.phase_due = None
+        seq.phase_due = seq.counts = None
 
     def _count(self, seq: Sequence, phase: str, observed: int) -> None:
         """Asks the device how many rows each head keeps, unless it was asked already."""
         if seq.counting is None:
             assert seq.pages is not None
             plan = CountRow(seq.row, phase, seq.pages.lengths.copy(), observed)
-            ticket = seq.counting = call_runner(self.runner.count, seq.group.method, plan)
+            with self.recall.aside(seq):
+                ticket = seq.counting = call_runner(self.runner.count, seq.group.method, plan)
             self.launches.add(self.step_number, ticket, [(seq, None)], None)
 
     def _guard(self, seq: Sequence, work: Callable[[Sequence], Any]) -> Any:

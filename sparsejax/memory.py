@@ -189,6 +189,14 @@ class Memory:
                 seq.window_end = min(seq.window_end, seq.dispatched + 1)
                 self.shrink(seq)
 
+    def fits_beside(self, seq: Sequence, pages: int) -> bool:
+        """True if a row could be lent so many pages while all promises are kept."""
+        granularity = seq.group.facts.granularity
+        promises, compaction = self._promised(seq)
+        wanted = {g: promises[g] + compaction[g] for g in Granularity}
+        wanted[granularity] += max(0, seq.reserved_pages - (seq.pages.count if seq.pages else 0)) + pages
+        return self.pool.fits(wanted)
+
     def must_renew(self, seq: Sequence) -> bool:
         """True if the next decode step is not covered by the reservation."""
         assert seq.pages is not None
@@ -280,8 +288,15 @@ class Memory:
         seq.pages = pages
         self.put_aside(pages)
 
+    def end_loan(self, seq: Sequence) -> None:
+        """Gives lent pages back. Idempotent."""
+        if seq.loan is not None:
+            seq.loan.release()
+            seq.loan = None
+
     def release(self, seq: Sequence) -> None:
         """Gives row, pages and promise back. Idempotent."""
+        self.end_loan(seq)
         if seq.pages is not None:
             self.take_up(seq.pages)
             seq.pages.release()
@@ -298,6 +313,7 @@ class Memory:
         if rows != list(range(1, self.limits.num_rows + 1)):
             raise IntegrityError(f"rows are lost or owned twice: {rows}")
         tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]
+        tables += [seq.loan for seq in self.holders.values() if seq.loan is not None]
         tables += self.shelf.values()
         self.pool.check_integrity((pages.granularity, pages.held()) for pages in tables)
         for pages in tables:

@@ -44,11 +44,14 @@ class AuxSpec:
         "request": a resident request, [num_rows + 1, *shape]; zeros when a new owner begins.
       shape: the rest of the shape.
       dtype: dtype name; None is the compute dtype.
+      counts_rows: of an integer per "row": it counts stored rows from the first one. Rows that are lent to a turn come
+        before all others, so their number is added while they are there.
     """
 
     per: Literal["page", "token", "row", "request"]
     shape: tuple[int, ...]
     dtype: str | None = None
+    counts_rows: bool = False
 
 
 class Written(NamedTuple):
@@ -414,6 +417,11 @@ class Method:
     ) -> np.ndarray:
         """Most rows each layer and head holds while tokens are appended to `length` rows, prompts in such chunks."""
         length = np.asarray(length, np.int32)
+    @property
+    def recalls(self) -> bool:
+        """Dropped rows can be lent back: where a row lies says nothing of where it stands."""
+        return self.rotary == "position"
+
         if chunk_tokens is None or not prompt_tokens or self.prompt_peak is None:
             return np.asarray(self.peak(self.params, length, prompt_tokens, decode_tokens), np.int32)
         prompt = np.minimum(length + prompt_tokens, self.prompt_peak(self.params, length, prompt_tokens, chunk_tokens))

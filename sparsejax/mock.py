@@ -15,16 +15,21 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from sparsejax.cache.evicted import EvictedPages, PageScores
 from sparsejax.errors import RequestError
 from sparsejax.geometry import Geometry, Granularity
+from sparsejax.mock_recall import MockRecall
 from sparsejax.plans import (
     CountRow,
     DecodeRow,
     ForkRow,
+    FrontRow,
+    LendPages,
     MaintainRow,
     MethodFacts,
     ParkedRow,
     PrefillRow,
+    ProbeRow,
     ReplayRow,
     RunnerLimits,
     SamplingRow,
@@ -88,6 +93,7 @@ class MockMethod:
       replay_chunk: prompt tokens of one replay, behind its first token, or None for no replays.
       ragged: heads share the prompt budgets of their layer as the device says.
       rollback: nothing but their own rows knows of the newest tokens.
+      recalls: dropped rows can be lent back.
     """
 
     name: str = "dense"
@@ -103,6 +109,7 @@ class MockMethod:
     chunk_dependent: bool = False
     ragged: bool = False
     rollback: bool = True
+    recalls: bool = True
 
     @property
     def replays_prompts(self) -> bool:
@@ -192,6 +199,8 @@ class _Row:
     replayed: int = 0
     counted: np.ndarray | None = None  # rows of the compaction that is due
     resumed: bool = False  # its first prompt was replayed and compacted before it was parked
+    lent: np.ndarray | None = None  # rows before its own that are lent, [layers, heads]
+    loan: dict[tuple[int, int], np.ndarray] | None = None  # what they are, by layer and head: [parts, rows]
 
     def copy(self) -> _Row:
         stamps = [[s.copy() for s in layer] for layer in self.stamps]
@@ -287,6 +296,7 @@ class MockRunner:
         self._faults: dict[str, list[tuple[int, Exception, str]]] = {}
         self._poisoned: set[int] = set()
         self._refused: set[int] = set()
+        self.recall = MockRecall(self)
         self.calls: dict[str, int] = {}
         self.log: list[tuple] = []
 
@@ -427,6 +437,7 @@ class MockRunner:
 
     def _due_row(self, method: str, plan: CountRow | MaintainRow) -> tuple[_Row, np.ndarray]:
         row = self._row(plan.row, method)
+        self._alone(plan.row, row)
         lengths = self._lengths(row)
         self._require(
             bool((lengths == plan.length).all()),
@@ -443,7 +454,7 @@ class MockRunner:
             self._require(not stays, f"what was appended to row {plan.row} stays")
         return row, lengths
 
-    def maintain(self, method: str, plan: MaintainRow) -> None:
+    def maintain(self, method: str, plan: MaintainRow) -> tuple[EvictedPages, ...]:
         self._enter("maintain")
         row, lengths = self._due_row(method, plan)
         facts = self._limits.methods[method]
@@ -452,6 +463,10 @@ class MockRunner:
             self._require(row.counted is not None, f"row {plan.row} is compacted before its heads were counted")
             assert row.counted is not None
             expected, row.counted = row.counted, None
+        if plan.asked is not None:
+            self._require(bool((expected == plan.asked).all()), f"{method} asks for {expected.tolist()} rows")
+            page_size = self._limits.geometry.page_size
+            expected = lengths - (lengths - expected) // page_size * page_size
         self._require(
             bool((expected == plan.kept).all()), f"{method} keeps {expected.tolist()} rows, not {plan.kept.tolist()}"
         )
@@ -467,17 +482,53 @@ class MockRunner:
         self._require(int((plan.new_pages != 0).sum()) == len(fresh), "new_pages lists more pages than are needed")
         row.table[due] = 0
         row.table[due, : plan.new_pages.shape[-1]] = plan.new_pages[due]
+        dropped: list[list[np.ndarray]] = [[] for _ in row.stamps]
         for l, layer in enumerate(row.stamps):
             for h, stamps in enumerate(layer):
                 # The contract fixes how many rows stay, not which: keep an arbitrary, ordered choice.
                 rank = np.array([mix(int(s), l, h) for s in stamps])
-                layer[h] = stamps[np.sort(np.argsort(rank, kind="stable")[: int(plan.kept[l, h])])]
+                order = np.argsort(rank, kind="stable")
+                layer[h] = stamps[np.sort(order[: int(plan.kept[l, h])])]
+                dropped[l].append(stamps[np.sort(order[int(plan.kept[l, h]) :])])
         self._write(row, np.zeros(plan.kept.shape, np.int32))
         self._leave("maintain")
+        return () if plan.asked is None else self.recall.spill(plan, lengths, dropped)
+
+    def probe(self, method: str, plan: ProbeRow) -> MockTicket[PageScores]:
+        fault = self._enter("probe", [(plan.row, plan.tokens.tolist())])
+        row = self._row(plan.row, method)
+        self._alone(plan.row, row)
+        at = len(row.history)
+        self._require(plan.position >= at and len(plan.tokens) > 0, f"row {plan.row} has seen {at} tokens already")
+        self._check_contents(plan.row, row)
+        self._update_table(row, plan.table_updates)
+        scores = self.recall.probe(row, plan)
+        self._check_contents(plan.row, row)
+        self._device_free_s = max(self.clock(), self._device_free_s) + self.step_s
+        self._leave("probe")
+        return MockTicket(fault or scores, self._device_free_s, self._gate, self)
+
+    def lend(self, method: str, plan: LendPages) -> int:
+        self._enter("lend")
+        moved = self.recall.lend(self._limits.methods[method].granularity, plan)
+        self._leave("lend")
+        return moved
+
+    def front(self, method: str, plan: FrontRow) -> None:
+        self._enter("front")
+        row = self._row(plan.row, method)
+        self._check_contents(plan.row, row)
+        self.recall.front(row, plan)
+        self._check_contents(plan.row, row)
+        self._leave("front")
+
+    def _alone(self, index: int, row: _Row) -> None:
+        self._require(row.lent is None, f"row {index} has lent rows before its own")
 
     def fork(self, method: str, plan: ForkRow) -> None:
         self._enter("fork")
         source = self._row(plan.source, method)
+        self._alone(plan.source, source)
         self._require(plan.target in self._stops and plan.target != plan.source, f"row {plan.target} was not set up")
         self._check_contents(plan.source, source)
         target = source.copy()
@@ -492,6 +543,7 @@ class MockRunner:
     def export_row(self, method: str, row: int, pages: np.ndarray) -> SwappedRow:
         self._enter("export_row")
         state = self._row(row, method)
+        self._alone(row, state)
         self._check_pages(row, state, pages)
         self._check_contents(row, state)
         self._leave("export_row")
@@ -512,6 +564,7 @@ class MockRunner:
     def park(self, method: str, row: int, leave: bool = True) -> ParkedRow:
         self._enter("park")
         state = self._row(row, method)
+        self._alone(row, state)
         self._check_contents(row, state)
         if leave:
             del self._rows[row], self._stops[row]
@@ -633,7 +686,7 @@ class MockRunner:
     def _places(self, row: _Row, l: int, h: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Head-pages [parts, rows] and offsets [rows] of rows [start, stop)."""
         page_size = self._limits.geometry.page_size
-        index = np.arange(start, stop)
+        index = np.arange(start, stop) + (0 if row.lent is None else row.lent[l, h])
         pages = row.table[l, h, index // page_size]
         self._require(bool((pages > 0).all()), f"rows {start} to {stop} reach the null page")
         parts = self._limits.geometry.head_pages_per_page(row.granularity)

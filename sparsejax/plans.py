@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sparsejax.cache.evicted import EvictedPages, ScoreTicket
 from sparsejax.geometry import Geometry, Granularity
 
 PHASES = ("chunk", "prompt", "token", "pressure")
@@ -101,6 +102,8 @@ class MaintainRow:
         past the end.
       observed_tokens: tokens processed in this phase (prompt or decode) since it began or since the row's last
         compaction, whichever is later (bounds observation windows).
+      asked: None, or the rows that the method keeps, int32 like `kept`: then what is dropped is whole pages of each
+        head, `kept` are up to a page more than `asked`, and the dropped rows are packed and go to the host.
     """
 
     row: int
@@ -110,6 +113,7 @@ class MaintainRow:
     kept: np.ndarray
     new_pages: np.ndarray
     observed_tokens: int
+    asked: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +176,61 @@ class UnparkRow:
     lengths: np.ndarray
     seen: np.ndarray
     parked: ParkedRow
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeRow:
+    """Run tokens behind a row for the sake of their queries, and score dropped rows by these.
+
+    Lengths, positions, statistics and token counts stay as they were. The pages that the table updates give the tokens
+    may be somebody else's as soon as this plan was submitted.
+
+    Attributes:
+      row: with its own pages only.
+      tokens: int32 [n].
+      position: of the first token, which need not be the row's next.
+      pages: to score.
+    """
+
+    row: int
+    tokens: np.ndarray
+    position: int
+    table_updates: np.ndarray | None
+    pages: tuple[EvictedPages, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LendPages:
+    """Copy dropped rows into pages of the pool, which no row has yet.
+
+    Attributes:
+      pages: int32 [layers, heads, columns], -1 where a head has fewer.
+      source: to copy from.
+      entries: int32 [num_layers, kv_heads, columns], index of each page's content among the entries of `source` laid
+        side by side; -1 past the end.
+    """
+
+    pages: np.ndarray
+    source: tuple[EvictedPages, ...]
+    entries: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontRow:
+    """Lent pages come before a row's own, or are taken away again. The row's logical position stays.
+
+    Attributes:
+      pages: the whole table from now on, int32 [layers, heads, columns], -1 where a head has fewer.
+      lengths: rows in them, int32 [layers, heads].
+      lent: of these, rows that come first and are not the row's own, int32 [layers, heads]; 0 once they are away.
+      shift: `lent` less what it was before.
+    """
+
+    row: int
+    pages: np.ndarray
+    lengths: np.ndarray
+    lent: np.ndarray
+    shift: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +303,11 @@ class MethodFacts(Protocol):
     @property
     def replays_prompts(self) -> bool:
         """First prompts may be replayed; then what is appended to a row later is not compacted behind its prompt."""
+        ...
+
+    @property
+    def recalls(self) -> bool:
+        """Rows that were dropped can be lent back: attention takes stored keys as they are, wherever they lie."""
         ...
 
     @property
@@ -347,7 +411,17 @@ class Runner(Protocol):
 
     def count(self, method: str, plan: CountRow) -> CountTicket: ...
 
-    def maintain(self, method: str, plan: MaintainRow) -> None: ...
+    def maintain(self, method: str, plan: MaintainRow) -> tuple[EvictedPages, ...]:
+        """Compacts a row. Returns the dropped rows where the plan asks for them, on their way to the host."""
+        ...
+
+    def probe(self, method: str, plan: ProbeRow) -> ScoreTicket: ...
+
+    def lend(self, method: str, plan: LendPages) -> int:
+        """Returns the bytes that were copied."""
+        ...
+
+    def front(self, method: str, plan: FrontRow) -> None: ...
 
     def fork(self, method: str, plan: ForkRow) -> None: ...
 

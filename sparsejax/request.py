@@ -212,17 +212,21 @@ class RecallReport:
 
     Attributes:
       evicted_rows: dropped rows of the chain in host memory, on average over layers and heads.
-      evicted_pages: the same in pages, over all layers and heads; so many were scored, unless all are lent.
-      lent_pages: of these, lent to the turn.
+      evicted_pages: the same in pages, over all layers and heads.
+      scored_pages: of those that were there when the turn began, how many were scored by its queries; none if all were
+        lent.
+      lent_pages: how many were lent to the turn.
       lent_rows: the same in rows of the longest head.
       bytes_moved: copied to the device for it.
       seconds: from the beginning of the turn until the rows were there, as the host saw it.
       stored_bytes: host memory that the chain's dropped rows take.
-      reason: why less was lent than asked for: "no room", "lost" (pages went for want of host memory), or None.
+      reason: why less was lent than asked for: "no room" (in the cache), "lost" (pages went for want of host memory),
+        "refused" (by the runner), or None.
     """
 
     evicted_rows: int = 0
     evicted_pages: int = 0
+    scored_pages: int = 0
     lent_pages: int = 0
     lent_rows: int = 0
     bytes_moved: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sparsejax.cache.chain import Chain
+from sparsejax.cache.evicted import EvictedPages, Recalled
 from sparsejax.cache.pages import PagePool
 from sparsejax.geometry import Granularity
 from sparsejax.plans import CountTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
@@ -309,6 +310,8 @@ class Sequence:
       begun: the chain's rows are the choice's own, if it has a chain.
       old_ledger: its tokens before the turn.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.
+      evicted: rows of the chain that compactions have dropped, in host memory.
+      recall, loan: which of them the turn gets back, and the pages where these are (see `recall`).
     """
 
     def __init__(self, group: Group, index: int, seed: int) -> None:
@@ -352,6 +355,9 @@ class Sequence:
         self.begun = False
         self.old_ledger = np.zeros(0, np.uint32)
         self.parked: ParkedRow | None = None
+        self.evicted: tuple[EvictedPages, ...] = ()
+        self.recall: Recalled | None = None
+        self.loan: RowPages | None = None
         self.resident_tokens = 0  # as last known: kept for the stats when the pages are gone
         self.read_tokens = 0
 
@@ -380,6 +386,19 @@ class Sequence:
     def unseen(self) -> bool:
         """Of a chain: some processed token was not collected yet, so the turn may end before it."""
         return self.begun and self.computed > len(self.group.prompt) + len(self.output)
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Its prompt does not go on before it is known which dropped rows it gets back."""
+        return self.recall is not None and self.recall.ticket is not None
+
+    def append(self, tokens: int) -> np.ndarray | None:
+        """Makes room for more rows: updates of the row's table, in which lent pages come first, or None."""
+        assert self.pages is not None
+        updates = self.pages.append(tokens)
+        if updates is not None and self.loan is not None:
+            updates[:, 2] += self.loan.columns[updates[:, 0], updates[:, 1]]
+        return updates
 
     @property
     def chunk_end(self) -> int:

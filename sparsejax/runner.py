@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from sparsejax import steps, transfers
+from sparsejax.cache.evicted import EvictedPages
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
 from sparsejax.models.spec import ModelSpec, Weights
@@ -23,9 +24,12 @@ from sparsejax.plans import (
     CountRow,
     DecodeRow,
     ForkRow,
+    FrontRow,
+    LendPages,
     MaintainRow,
     ParkedRow,
     PrefillRow,
+    ProbeRow,
     ReplayRow,
     RunnerLimits,
     SamplingRow,
@@ -34,6 +38,7 @@ from sparsejax.plans import (
     UnparkRow,
 )
 from sparsejax.programs import Compiled, Program, compile_all, compile_one
+from sparsejax.recall_programs import RecallPrograms, Scores
 from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, greedy_inputs
 from sparsejax.state import IN_PROMPT, MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state, sequence_page_nbytes
 from sparsejax.storage import Storage
@@ -132,6 +137,7 @@ class DeviceRunner:
       implementation: kernel implementation or None.
       fail_on_retrace: raise when a program is compiled after `seal`.
       on_compile: called with (program name, seconds) for every compilation.
+      recall: `programs` gives those of recall, too.
     """
 
     def __init__(
@@ -150,6 +156,7 @@ class DeviceRunner:
         implementation: str | None = None,
         fail_on_retrace: bool = False,
         on_compile: Callable[[str, float], None] | None = None,
+        recall: bool = False,
     ) -> None:
         self._limits = RunnerLimits(
             geometry=geometry,
@@ -176,6 +183,8 @@ class DeviceRunner:
         self._sealed = False
         self._on_compile = on_compile or (lambda name, seconds: None)
         self.num_late_compiles = 0
+        self._recall = RecallPrograms(self, self._statics, self._kept)
+        self._serves_recall = recall
 
     @property
     def limits(self) -> RunnerLimits:
@@ -249,6 +258,8 @@ class DeviceRunner:
         # Methods of one granularity share the programs that set up, fork, swap out and restore rows.
         rows = (program for name in self._methods for program in self._describe_rows(name))
         yield from {program.key: program for program in rows}.values()
+        if self._serves_recall:
+            yield from self._recall.programs()
 
     def _describe_rows(self, name: str) -> Iterator[Program]:
         row = np.int32(0)
@@ -495,7 +506,9 @@ class DeviceRunner:
         program = self._program(key, lambda: self._describe_count(method, plan.phase, kept))
         return RowCounts(program(self.state, np.int32(plan.row), np.int32(plan.observed_tokens)))
 
-    def maintain(self, method: str, plan: MaintainRow) -> None:
+    def maintain(self, method: str, plan: MaintainRow) -> tuple[EvictedPages, ...]:
+        if plan.asked is not None:
+            return self._recall.spill(method, plan)
         geometry, due = self._limits.geometry, plan.kept < plan.length
         if not due.any() or (plan.kept > plan.length).any():
             raise ValueError(f"maintain: {plan.kept.tolist()} rows of {plan.length.tolist()} can't be kept")
@@ -511,6 +524,16 @@ class DeviceRunner:
         )
         inputs = steps.MaintainInputs(*numbers)
         self.state = self._maintain_program(method, plan.phase, capacity)(self.state, inputs)
+        return ()
+
+    def probe(self, method: str, plan: ProbeRow) -> Scores:
+        return self._recall.probe(method, plan)
+
+    def lend(self, method: str, plan: LendPages) -> int:
+        return self._recall.lend(method, plan)
+
+    def front(self, method: str, plan: FrontRow) -> None:
+        self._recall.front(method, plan)
 
     def fork(self, method: str, plan: ForkRow) -> None:
         if plan.copies:

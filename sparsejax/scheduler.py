@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax.cache.evicted import PageScores
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.errors import ChainCapacityError, QueueTimeoutError, RequestError
 from sparsejax.launches import call_runner
@@ -136,7 +137,7 @@ class Scheduler(Lifecycle):
     def _plan_decode(self, seq: Sequence) -> DecodeRow | None:
         if seq.phase_due or seq.pages is None:
             return None
-        updates = seq.pages.append(1)
+        updates = seq.append(1)
         # A rebuilt row retraces its history: known tokens are fed, not sampled again.
         known = seq.rebuilt and seq.dispatched <= len(seq.output)
         token = seq.output[seq.dispatched - 1] if known else None
@@ -175,7 +176,7 @@ class Scheduler(Lifecycle):
         if not count or seq.phase_due or seq.pages is None:
             return None
         stop = seq.computed + count
-        tokens, updates = seq.tokens(seq.computed, stop), seq.pages.append(count)
+        tokens, updates = seq.tokens(seq.computed, stop), seq.append(count)
         sampling = seq.sampling_row(seq.first_position)
         return PrefillRow(seq.row, tokens, seq.computed == 0, stop == seq.prefill_len, sampling, updates)
 
@@ -200,7 +201,7 @@ class Scheduler(Lifecycle):
         if seq.pages is None:
             return None
         tokens = seq.group.facts.replay_ids(seq.group.prompt, seq.replayed)
-        return ReplayRow(seq.row, tokens, seq.replayed, seq.pages.append(len(tokens)))
+        return ReplayRow(seq.row, tokens, seq.replayed, seq.append(len(tokens)))
 
     def _candidates(self) -> tuple[list[Sequence], bool]:
         """Choices of one method that may prefill now, most urgent first; admits and restores on the way.
@@ -210,7 +211,7 @@ class Scheduler(Lifecycle):
         Returns also whether a swapped-out choice came back.
         """
         now = self.clock()
-        queue = [seq for seq in self.running if seq.state in (State.PREFILL, State.REPLAY)]
+        queue = [s for s in self.running if s.state in (State.PREFILL, State.REPLAY) and not s.awaits_scores]
         if self.memory.free_rows:
             queue += self.swapped
             queue += [seq for seq in self.waiting if seq.leader is None]
@@ -235,7 +236,7 @@ class Scheduler(Lifecycle):
                     closed = seq.preemptions > 0 or now - seq.served_s > self.settings.starvation_bound_s
                     continue
                 restored = restored or seq.computed > 0
-            if joins and seq.state is State.PREFILL:
+            if joins and seq.state is State.PREFILL and not seq.awaits_scores:
                 candidates.append(seq)
         return candidates, restored
 
@@ -285,6 +286,10 @@ class Scheduler(Lifecycle):
     def _collect(self) -> None:
         """Takes the oldest program's results, waiting for them if need be, and tells the consumers."""
         launch, result, elapsed_s = self.launches.collect()
+        if isinstance(result, PageScores):
+            ((seq, _),) = launch.rows
+            self._guard(seq, lambda seq: self.recall.arrive(seq, launch.ticket, result))
+            return
         if isinstance(result, np.ndarray):
             ((seq, _),) = launch.rows
             if seq.counting is launch.ticket:  # else the row was rebuilt since

@@ -41,6 +41,9 @@ class EngineSettings:
     chain_checkpoints: int = _setting(
         2, "states at turn ends that a chain keeps, its last one included; 0 for none", 0, 128
     )
+    recall_host_bytes: int = _setting(
+        0, "host memory for rows that methods dropped from chains with recall; 0 turns recall off", 0, unit="B"
+    )
     status_interval_s: float = _setting(10.0, "time between status lines in the log", 0.001, unit="s")
 
     def __post_init__(self) -> None:

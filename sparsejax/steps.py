@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.eviction import keep_more
 from sparsejax.forward import Batch, Cache, Statics, layers, load_tile, payload_names
 from sparsejax.method import EvictContext, Phase, Written
 from sparsejax.models.registry import get_architecture
@@ -91,7 +92,8 @@ class StepOutputs(NamedTuple):
     logits: jax.Array
 
 
-def _update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
+def update_tables(statics: Statics, state: KVState, updates: jax.Array) -> KVState:
+    """Sets page table entries, `updates` as in `DecodeInputs`."""
     name = statics.method.granularity.value
     layer, head, row, column, page = updates.T
     table = state.tables[name].at[layer, head, row, column].set(page)
@@ -102,7 +104,7 @@ def _decode_logits(
     statics: Statics, weights: Weights, state: KVState, rows: jax.Array, updates: jax.Array
 ) -> tuple[KVState, jax.Array]:
     name = statics.method.granularity.value
-    state = _update_tables(statics, state, updates)
+    state = update_tables(statics, state, updates)
     rows, forced = rows.T
     live = (rows != 0).astype(jnp.int32)
     tokens = jnp.where(forced >= 0, forced, state.last_tokens[rows])
@@ -160,7 +162,7 @@ def replay_chunk(
       the new state, and bool [batch]: False where the model's last hidden state is not finite.
     """
     name = statics.method.granularity.value
-    state = _update_tables(statics, state, updates)
+    state = update_tables(statics, state, updates)
     rows, num_new, part = rows.T
     table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
     positions = state.positions[rows][:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -183,7 +185,7 @@ def _prefill_logits(
     statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, rows: jax.Array, updates: jax.Array
 ) -> tuple[KVState, jax.Array]:
     name = statics.method.granularity.value
-    state = _update_tables(statics, state, updates)
+    state = update_tables(statics, state, updates)
     rows, num_new, first, _ = rows.T
     chunk = tokens.shape[1]
     again = 1 - first
@@ -422,6 +424,21 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
       phase: what was just finished.
       kept: the most rows that any layer or head keeps of those where something is due.
     """
+    return compact(statics, state, inputs, phase, kept)[0]
+
+
+def compact(
+    statics: Statics, state: KVState, inputs: MaintainInputs, phase: Phase, kept: int, asked: jax.Array | None = None
+) -> tuple[KVState, jax.Array]:
+    """`maintain_step`, untraced.
+
+    Args:
+      statics, state, inputs, phase, kept: see there.
+      asked: int32 [layers, heads], rows that the method keeps where `inputs.kept` are up to a page more than that.
+
+    Returns:
+      the new state, and the rows that stayed, int32 [num_layers, kv_heads, most]; the first ones of each head count.
+    """
     geometry, method = statics.geometry, statics.method
     name = method.granularity.value
     row = inputs.row
@@ -431,23 +448,31 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
     kept_lengths = inputs.kept[:, :, None]
     due = kept_lengths < lengths
     new_table = jnp.zeros_like(table).at[:, :, 0, :num_columns].set(inputs.new_pages)
-    index = jnp.arange(kept, dtype=jnp.int32)
+    most = kept if asked is None else kept + geometry.page_size - 1
+    index = jnp.arange(most, dtype=jnp.int32)
     columns, offsets = (index // geometry.page_size)[None, None, :], (index % geometry.page_size)[None, None, :]
     survey = eviction.survey()
     keep_rows = method.keep_rows
     assert keep_rows is not None
-    moving = _per_token(statics)
+    moving = per_token(statics)
 
-    def body(layer, cache: Cache) -> Cache:
+    def body(layer, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        cache, stayed = carry
         old, new = eviction.view(layer), layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
-        context = eviction.context(layer, cache, jnp.minimum(new.lengths[0], kept), survey)
+        wanted = new.lengths[0]
+        if asked is not None:
+            wanted = layer_view(geometry, method.granularity, new_table, asked[:, :, None], layer).lengths[0]
+        context = eviction.context(layer, cache, jnp.minimum(wanted, kept), survey)
         keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
+        if asked is not None:
+            keep = keep_more(keep[0], context.counts, new.lengths[0], old.lengths[0], most)[None]
+            stayed = stayed.at[layer].set(keep[0])
         rows = {**cache.pools, **{aux_name: cache.page_aux[aux_name] for aux_name in moving}}
         rows = api.move_rows(rows, keep, old, new, implementation=statics.implementation)
         page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
         cache = cache._replace(pools=rows, page_aux=page_aux)
         if method.on_write is None and method.rotary == "position":
-            return cache
+            return cache, stayed
         # Read where they went, not where they came from: then nothing needs the pools as they were.
         target = new.pages_at(columns)  # [1, kv_heads, kept]
         target = jnp.where(index[None, None] < new.lengths[:, :, None], target, 0)
@@ -460,7 +485,7 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             turned = {pool: cache.pools[pool].at[target, offsets].set(rows) for pool, rows in payload.items()}
             cache = cache._replace(pools=cache.pools | turned)
         if method.on_write is None:
-            return cache
+            return cache, stayed
         written = Written(
             phase="pack",
             rows=row[None],
@@ -474,11 +499,13 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
             implementation=statics.implementation,
         )
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
-        return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
+        return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux)), stayed
 
-    cache = jax.lax.fori_loop(0, geometry.num_layers, body, eviction.cache)
+    heads = geometry.num_kv_heads if asked is not None else 0
+    stayed = jnp.zeros((geometry.num_layers, heads, most), jnp.int32)
+    cache, stayed = jax.lax.fori_loop(0, geometry.num_layers, body, (eviction.cache, stayed))
     now = jnp.where(due[..., None], new_table, table)[:, :, 0]
-    return state.replace(
+    state = state.replace(
         pools=cache.pools,
         page_aux=cache.page_aux,
         row_aux=cache.row_aux,
@@ -486,8 +513,9 @@ def maintain_step(statics: Statics, state: KVState, inputs: MaintainInputs, *, p
         lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(inputs.kept)},
     )
 
+    return state, stayed
 
-def _per_token(statics: Statics) -> list[str]:
+def per_token(statics: Statics) -> list[str]:
     """Names of the method's arrays that have an entry for each stored row."""
     specs = statics.method.aux_specs(statics.geometry)
     return [name for name, spec in specs.items() if spec.per == "token"]

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sparsejax.cache.evicted import EvictedPages
 from sparsejax.errors import ChainOwnerError
 
 PREFIX = "chain_"
@@ -172,23 +173,27 @@ class Quality:
       inexact_rollback_tokens: tokens taken back although statistics of the method had seen them.
       rebuilt: computed again from its tokens, so the history of its evictions is another one.
       interrupted: the last turn was cut off by its client.
+      recalled_tokens: rows lent back to turns so far, of the longest head. They were there for the new tokens of their
+        turn; what was computed while they were away stays as it was.
     """
 
     evicted_tokens: int = 0
     inexact_rollback_tokens: int = 0
     rebuilt: bool = False
     interrupted: bool = False
+    recalled_tokens: int = 0
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """An earlier state of a chain: its first `processed` tokens, and a payload of its own."""
+    """An earlier state of a chain: its first `processed` tokens, and a payload of its own. `evicted` as in `Chain`."""
 
     kind: Literal["prefix", "prompt_end", "turn_end"]
     processed: int
     payload: Any
     tier: Tier = Tier.DEVICE
     quality: Quality = Quality()
+    evicted: tuple[EvictedPages, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -205,6 +210,7 @@ class Chain:
       ledger: uint32 ids, the last sampled one included.
       processed: tokens that have rows, or whose effect has.
       payload: the rows, opaque; `size` is what dropping them frees, in a unit of their tier.
+      evicted: rows that its method has dropped, where they are kept; of states that are shared, shared.
       checkpoints: earlier states, oldest first.
       turns: finished turns.
       parent_id: the chain it was forked from.
@@ -231,6 +237,7 @@ class Chain:
     processed: int = 0
     payload: Any = None
     size: int = 0
+    evicted: tuple[EvictedPages, ...] = ()
     checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
     quality: Quality = Quality()
     turns: int = 0

@@ -141,6 +141,7 @@ def observe(scheduler: Scheduler) -> None:
     whole = geometry.head_pages_per_sequence_page
     holders, free, references = (np.zeros(pool.num_sequence_pages * whole, int) for _ in range(3))
     tables = [seq.pages for seq in scheduler.memory.holders.values()]
+    tables += [seq.loan for seq in scheduler.memory.holders.values() if seq.loan is not None]
     for pages in (*tables, *scheduler.memory.shelf.values()):
         assert pages is not None
         assert (pages.lengths <= geometry.max_model_len).all()

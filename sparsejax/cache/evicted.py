@@ -1,0 +1,149 @@
+"""Rows that retention methods dropped, in host memory: pages by compaction, and which of them a turn gets back.
+
+Nothing here moves a row: the runner made the pages and reads them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+_LOWEST = np.finfo(np.float32).min
+
+
+@dataclasses.dataclass(eq=False)
+class EvictedPages:
+    """Some pages of dropped rows, in the order of the rows. Chains, forks and checkpoints hold the same ones.
+
+    Attributes:
+      payload: the rows, opaque; None once they were given up for want of memory.
+      counts: int32 [num_layers, num_kv_heads], pages of each head, all of them full.
+      nbytes: of host memory.
+      age: the lower, the longer ago they were needed.
+    """
+
+    payload: Any
+    counts: np.ndarray
+    nbytes: int
+    age: int = -1
+
+    @property
+    def lost(self) -> bool:
+        return self.payload is None
+
+    @property
+    def width(self) -> int:
+        """Pages of the head that has most."""
+        return int(self.counts.max())
+
+
+class ScoreTicket(Protocol):
+    """Scores of evicted pages under way."""
+
+    def is_ready(self) -> bool:
+        """True if `result` would not wait."""
+        ...
+
+    def result(self) -> PageScores:
+        """Waits."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PageScores:
+    """How well some evicted pages could match a turn's queries: float32 [num_layers, num_kv_heads, pages]."""
+
+    scores: np.ndarray
+
+
+class EvictedStore:
+    """The host memory that dropped rows may take. Knows all pages that somebody still holds.
+
+    Whoever refers to pages holds them, so Python's own books say which are left. Beyond the capacity the pages that
+    were added or lent longest ago lose their rows.
+
+    Args:
+      capacity_bytes: of all pages together.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.lost_pages = 0
+        self._pages: weakref.WeakSet[EvictedPages] = weakref.WeakSet()
+        self._age = itertools.count()
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(pages.nbytes for pages in self._pages)
+
+    def add(self, added: tuple[EvictedPages, ...]) -> None:
+        """Keeps more pages, and gives up old ones if that is too much."""
+        self.touch(added)
+        self._pages.update(added)
+        used = self.used_bytes
+        if used <= self.capacity_bytes:
+            return
+        for pages in sorted(self._pages, key=lambda pages: pages.age):
+            if used <= self.capacity_bytes:
+                break
+            used -= pages.nbytes
+            self.lost_pages += int(pages.counts.sum())
+            pages.payload, pages.nbytes = None, 0
+            self._pages.discard(pages)
+
+    def touch(self, pages: tuple[EvictedPages, ...]) -> None:
+        """These were needed just now."""
+        for some in pages:
+            some.age = next(self._age)
+
+
+def held(pages: tuple[EvictedPages, ...]) -> np.ndarray:
+    """Which entries of the pages laid side by side are pages of a head: bool [layers, kv_heads, entries]."""
+    return np.concatenate([np.arange(some.width) < some.counts[..., None] for some in pages], axis=2)
+
+
+def best_first(pages: tuple[EvictedPages, ...], scores: np.ndarray | None) -> np.ndarray:
+    """Entries of each head, int32 [layers, kv_heads, entries]: the best first, -1 where a head has no more.
+
+    Without scores the newest are the best.
+    """
+    there = held(pages)
+    if scores is None:
+        scores = np.broadcast_to(np.arange(there.shape[2], dtype=np.float32), there.shape)
+    finite = np.nan_to_num(scores, nan=-np.inf).clip(_LOWEST, -_LOWEST)  # what is not a number is of no use to anybody
+    order = np.argsort(-np.where(there, finite, -np.inf), axis=2, kind="stable")
+    return np.where(np.take_along_axis(there, order, 2), order, -1).astype(np.int32)
+
+
+@dataclasses.dataclass
+class Recalled:
+    """What a turn gets back, from the moment it has its rows.
+
+    Attributes:
+      budget: most rows of each head.
+      pages: that were there when the turn began.
+      order: see `best_first`; None until it is known.
+      ticket: of the scores that it will be made of.
+      scored: there were scores; without them everything is lent.
+      columns: int32 [layers, heads] of the granularity, pages lent to each head; None before that is decided.
+      in_front: the lent pages stand before the row's own in its table on the device.
+      began_s, seconds: when it began, and how long it took until the rows were there.
+      bytes_moved: to the device.
+      reason: why less was lent than asked for.
+    """
+
+    budget: int | Literal["all"]
+    pages: tuple[EvictedPages, ...] = ()
+    order: np.ndarray | None = None
+    ticket: ScoreTicket | None = None
+    scored: bool = False
+    columns: np.ndarray | None = None
+    in_front: bool = False
+    began_s: float = 0.0
+    seconds: float = 0.0
+    bytes_moved: int = 0
+    reason: str | None = None

@@ -1,0 +1,276 @@
+"""The jitted programs of recall: dropped rows are packed, scored by a turn's queries, and stand in front of a row.
+
+    state, dropped = spill_step(statics, state, inputs, asked, phase=..., kept=..., width=...)
+    packed = pack_rows(statics, state, dropped, first, pages=...)
+    state, queries = probe_rows(statics, weights, state, tokens, numbers, updates)
+    scores = score_pages(queries, count, low, high)
+    state = build_page_aux(statics, state, table, lengths)
+    state = set_table(state, row, table, lengths, shift, granularity=..., counters=...)
+
+The state is donated, except where rows are packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.forward import Batch, Cache, Statics, layers, load_tile
+from sparsejax.geometry import Geometry
+from sparsejax.method import Aux, AuxSpec, Method, Phase, Written
+from sparsejax.models.registry import get_architecture
+from sparsejax.models.spec import Weights
+from sparsejax.pallas_kernels.layout import POSITIONS
+from sparsejax.state import KVState, layer_view
+from sparsejax.steps import MaintainInputs, compact, per_token, update_tables
+
+QUERIES = "probe_queries"
+COLUMNS = 8
+"""Pages of a head whose aux is built at once."""
+
+
+class Dropped(NamedTuple):
+    """What a compaction left behind.
+
+    Attributes:
+      rows: int32 [num_layers, kv_heads, width], the rows that stayed, ascending; the first ones of each head count.
+      table: int32 [layers, heads, columns] of the granularity, where all rows were.
+      lengths, kept: int32 [layers, heads], rows before and after.
+    """
+
+    rows: jax.Array
+    table: jax.Array
+    lengths: jax.Array
+    kept: jax.Array
+
+
+class PackedPages(NamedTuple):
+    """Dropped rows in pages of their own, as they were stored: [num_layers, kv_heads, pages, page_size, ...].
+
+    Attributes:
+      pools: payload and positions.
+      page_aux: the method's arrays per stored row.
+      low, high: [num_layers, kv_heads, pages, head_dim], bounds of the keys of each page.
+    """
+
+    pools: dict[str, jax.Array]
+    page_aux: dict[str, jax.Array]
+    low: jax.Array
+    high: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "phase", "kept", "width"), donate_argnames=("state",))
+def spill_step(
+    statics: Statics, state: KVState, inputs: MaintainInputs, asked: jax.Array, *, phase: Phase, kept: int, width: int
+) -> tuple[KVState, Dropped]:
+    """A compaction that drops whole pages: a few rows more stay than the method asks for, the newest of the others.
+
+    Args:
+      statics: what the program is compiled for; the method must evict.
+      state: donated.
+      inputs: as for `steps.maintain_step`; each head drops a multiple of the page size.
+      asked: int32 [layers, heads], rows that the method keeps; at most page_size - 1 fewer than `inputs.kept`.
+      phase: what was just finished.
+      kept: the most rows that the method keeps of those heads where something is due.
+      width: of `Dropped.rows`, at least `kept` + page_size - 1: one `pack_rows` serves all compactions.
+
+    Returns:
+      the new state, and where the dropped rows still are until their pages are written again.
+    """
+    name = statics.method.granularity.value
+    table, lengths = state.tables[name][:, :, inputs.row], state.lengths[name][:, :, inputs.row]
+    state, rows = compact(statics, state, inputs, phase, kept, asked)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[2])))
+    return state, Dropped(rows, table, lengths, jnp.minimum(inputs.kept, lengths))
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "pages"))
+def pack_rows(statics: Statics, state: KVState, dropped: Dropped, first: jax.Array, *, pages: int) -> PackedPages:
+    """Gathers some pages of dropped rows, in row order.
+
+    Args:
+      statics: what the program is compiled for.
+      state: not donated; no page of the row may have been written since the compaction.
+      dropped: from `spill_step`.
+      first: int32 scalar, the first page.
+      pages: how many. What is past a head's last page is anything.
+    """
+    geometry, grain = statics.geometry, statics.method.granularity
+    page = geometry.page_size
+    index = first * page + jnp.arange(pages * page, dtype=jnp.int32)
+    table, lengths, kept = dropped.table[:, :, None], dropped.lengths[:, :, None], dropped.kept[:, :, None]
+    arrays = {**state.pools, **{name: state.page_aux[name] for name in per_token(statics)}}
+
+    def of(layer: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+        view = layer_view(geometry, grain, table, lengths, layer)
+        stays = layer_view(geometry, grain, table, kept, layer).lengths[0][:, None]  # [heads or 1, 1]
+        rows = dropped.rows[layer]
+        step = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        before = jnp.where(step < stays, rows - step, jnp.iinfo(jnp.int32).max)  # dropped rows before each that stayed
+        row = index + jax.vmap(lambda line: jnp.searchsorted(line, index, side="right"))(before).astype(jnp.int32)
+        row = jnp.clip(row, 0, view.table.shape[2] * page - 1)[None]
+        head_pages, offsets = view.pages_at(row // page)[0], (row % page)[0]
+        found = {name: array[head_pages, offsets] for name, array in arrays.items()}
+        payload = {name: found[name][None] for name in state.pools if name != POSITIONS}
+        keys, _ = load_tile(statics)(payload, layer)
+        keys = keys[0].reshape(*head_pages.shape[:1], pages, page, -1)
+        found = {name: rows.reshape(rows.shape[0], pages, page, *rows.shape[2:]) for name, rows in found.items()}
+        return found, keys.min(2), keys.max(2)
+
+    found, low, high = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
+    return PackedPages(
+        {name: found[name] for name in state.pools}, {name: found[name] for name in per_token(statics)}, low, high
+    )
+
+
+def _probe_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
+    return {QUERIES: AuxSpec("row", (geometry.num_q_heads, geometry.head_dim))}
+
+
+def _record(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
+    assert written.queries is not None
+    return page_aux, {**row_aux, QUERIES: row_aux[QUERIES].at[written.layer].set(written.queries[0])}
+
+
+def probe_statics(statics: Statics) -> Statics:
+    """The same model and storage under a method that only takes queries down, and so touches nobody's statistics."""
+    probe = Method("probe", "none", granularity=statics.method.granularity, aux=_probe_aux, on_write=_record)
+    return Statics(statics.spec, statics.geometry, probe, statics.storage, statics.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def probe_rows(
+    statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, numbers: jax.Array, updates: jax.Array
+) -> tuple[KVState, jax.Array]:
+    """Runs tokens behind a row for the sake of their queries, and forgets them: lengths and positions stay.
+
+    Args:
+      statics: from `probe_statics`.
+      weights: the model's weights.
+      state: donated.
+      tokens: int32 [1, chunk].
+      numbers: int32 [3]: row, number of tokens, position of the first.
+      updates: as in `steps.DecodeInputs`; pages for all tokens must be in the table.
+
+    Returns:
+      the new state, and the queries of each layer [num_layers, chunk, q_heads, head_dim].
+    """
+    geometry, name = statics.geometry, statics.method.granularity.value
+    state = update_tables(statics, state, updates)
+    rows, num_new = numbers[:1], numbers[1:2]
+    positions = numbers[2] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
+    batch = Batch(rows, table, start, num_new, positions, tokens)
+    model = get_architecture(statics.spec.architecture)
+    shape = geometry.num_layers, tokens.shape[1], geometry.num_q_heads, geometry.head_dim
+    cache = Cache(state.pools, {}, {QUERIES: jnp.zeros(shape, geometry.dtype)}, {})
+    _, cache = layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    return state.replace(pools=cache.pools), cache.row_aux[QUERIES]
+
+
+@jax.jit
+def score_pages(queries: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """The largest logit that a key within the bounds could have with any of the queries (arXiv 2406.10774).
+
+    Args:
+      queries: [num_layers, chunk, q_heads, head_dim].
+      count: int32 scalar, the first queries that count.
+      low, high: [num_layers, kv_heads, pages, head_dim].
+
+    Returns:
+      float32 [num_layers, kv_heads, pages], not scaled.
+    """
+    num_layers, chunk, q_heads, head_dim = queries.shape
+    heads = low.shape[1]
+    grouped = queries.astype(jnp.float32).reshape(num_layers, chunk, heads, q_heads // heads, head_dim)
+    how = {"precision": jax.lax.Precision.HIGHEST}
+    bound = jnp.einsum("lchgd,lhpd->lhpcg", jnp.maximum(grouped, 0), high.astype(jnp.float32), **how)
+    bound += jnp.einsum("lchgd,lhpd->lhpcg", jnp.minimum(grouped, 0), low.astype(jnp.float32), **how)
+    counts = (jnp.arange(chunk, dtype=jnp.int32) < count)[:, None]
+    return jnp.where(counts, bound, -jnp.inf).max((3, 4))
+
+
+@functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
+def build_page_aux(statics: Statics, state: KVState, table: jax.Array, lengths: jax.Array) -> KVState:
+    """Builds the method's arrays per page for full pages that came from elsewhere. Other arrays stay as they are.
+
+    Args:
+      statics: what the program is compiled for; the method must have `on_write`.
+      state: donated.
+      table: int32 [layers, heads, max_pages] of the granularity.
+      lengths: int32 [layers, heads], multiples of the page size.
+    """
+    geometry, method = statics.geometry, statics.method
+    assert method.on_write is not None
+    page = geometry.page_size
+    kept = [name for name, spec in method.aux_specs(geometry).items() if spec.per == "page"]
+    table, lengths = table[:, :, None], lengths[:, :, None]
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, -table.shape[3] % COLUMNS)))
+    index = jnp.arange(COLUMNS * page, dtype=jnp.int32)
+    blocks = (lengths.max() + COLUMNS * page - 1) // (COLUMNS * page)
+
+    def body(step: jax.Array, page_aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        layer, block = step // blocks, step % blocks
+        view = layer_view(geometry, method.granularity, table, lengths, layer)
+        head_pages = view.head_pages(block * COLUMNS, COLUMNS)  # [1, kv_heads, columns]
+        left = jnp.clip(view.lengths - block * COLUMNS * page, 0, COLUMNS * page)
+        head_pages = jnp.where(index[::page] < left[..., None], head_pages, 0)
+        target, offsets = jnp.repeat(head_pages, page, axis=2), jnp.broadcast_to(index % page, (1, 1, index.shape[0]))
+        rows = {name: array[target, offsets] for name, array in state.pools.items()}
+        positions = rows.pop(POSITIONS)
+        keys, _ = load_tile(statics)(rows, layer)
+        written = Written(
+            phase="pack",
+            rows=jnp.zeros(1, jnp.int32),
+            layer=layer,
+            keys=jnp.moveaxis(keys, 1, 2),
+            queries=None,
+            positions=positions[:, 0],
+            head_pages=target.swapaxes(1, 2),
+            offsets=offsets.swapaxes(1, 2),
+            num_valid=left.max(1),
+            implementation=statics.implementation,
+            next_positions=jnp.zeros(1, jnp.int32),
+        )
+        assert method.on_write is not None
+        built, _ = method.on_write(method.params, geometry, page_aux, state.row_aux, written)
+        return {**page_aux, **{name: built[name] for name in kept}}
+
+    page_aux = jax.lax.fori_loop(0, geometry.num_layers * blocks, body, dict(state.page_aux))
+    return state.replace(page_aux=page_aux)
+
+
+@functools.partial(jax.jit, static_argnames=("granularity", "counters"), donate_argnames=("state",))
+def set_table(
+    state: KVState,
+    row: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    shift: jax.Array,
+    *,
+    granularity: str,
+    counters: tuple[str, ...],
+) -> KVState:
+    """Replaces a row's table and lengths: other pages stand before its own, or no longer do.
+
+    Args:
+      state: donated.
+      row: int32 scalar.
+      table: int32 [layers, heads, max_pages].
+      lengths: int32 [layers, heads].
+      shift: int32 [num_layers], rows that came before its own; negative for rows that went.
+      granularity: of the method.
+      counters: its arrays that count a row's stored rows (see `AuxSpec`).
+    """
+    row_aux = {
+        name: array.at[:, row].add(shift.reshape(-1, *(1,) * (array.ndim - 2))) if name in counters else array
+        for name, array in state.row_aux.items()
+    }
+    return state.replace(
+        row_aux=row_aux,
+        tables={**state.tables, granularity: state.tables[granularity].at[:, :, row].set(table)},
+        lengths={**state.lengths, granularity: state.lengths[granularity].at[:, :, row].set(lengths)},
+    )
