@@ -26,6 +26,9 @@ from sparsejax.serving.messages import Steps, scope_of
 from sparsejax.serving.state import Served, ServerState, Tokenizer
 from sparsejax.serving.talks import NOTHING, OpenTurn, Talk
 
+ASK_TIMEOUT_S = 5.0
+"""Wait for what the engine knows of a chain; without it less is reused."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -35,15 +38,13 @@ class Prompt:
       ids: the whole context, or what is appended to the chain if `chain.append` says so.
       chain: use of the Chain Cache, None for none.
       turn: to be told of the turn's deltas.
-      kept: ids that were taken from a chain's ledger.
-      note: where the history that was sent is another one than the chain's, or None.
+      message: first message that is another one than the chain has, or None.
     """
 
     ids: Sequence[int]
     chain: ChainOptions | None = None
     turn: Turn | None = None
-    kept: int = 0
-    note: str | None = None
+    message: int | None = None
 
 
 class Turn:
@@ -67,18 +68,17 @@ class Turn:
         self._chain_id: str | None = None
         self._ids: list[int] = []
 
-    def add(self, delta: Delta, answer: Any) -> None:
-        """The next delta; `answer` is what the client was sent, this delta included."""
-        report: ChainReport | None = delta.chain
+    def add(self, delta: Delta, answer: Any, report: ChainReport | None) -> None:
+        """The next delta; `answer` is what the client was sent with it, `report` what is known of the chain."""
         self._ids += delta.piece.token_ids
         if report is None:
             return
         if report.state == "gone":
             self._history.forget(report.chain_id)
-        elif delta.finish_reason in ("stop", "length", "tool_calls"):
+        elif delta.finish_reason in ("stop", "length"):
             with contextlib.suppress(RecursionError):  # arguments of a tool call that nobody could send back
                 self._finished(report.chain_id, answer, self._ids, delta)
-        elif delta.finish_reason is None and self._chain_id is None:
+        elif self._chain_id is None:
             self._begun(report.chain_id)
         self._chain_id = report.chain_id
 
@@ -128,14 +128,14 @@ async def chat(
             whole = [*ledger, *(ids[1:] if joint and ledger[-1:] == ids[:1] else ids)]
             anchored = Anchored(whole, len(ledger), talk.beginning(talk.agreed(steps.steps)))
             turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
-            return Prompt(ids, options, turn, len(ledger))
+            return Prompt(ids, options, turn)
         if known is None:
             text, _ = conversation.sealed(tokenizer)
             anchored = Anchored(tokenizer.encode_sealed(text))
         else:
             anchored = anchor_chat(tokenizer, history.ledgers, conversation, steps.steps, known, talk, match)
         turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
-        return Prompt(anchored.ids, chain, turn, anchored.kept, _note(anchored, known))
+        return Prompt(anchored.ids, chain, turn, anchored.message)
 
     return await prompts.in_pool(state, work)
 
@@ -173,7 +173,7 @@ async def text(
             history.texts.put(chain_id, scope, (sealed + (tokenizer.seal(answer, False) or "")).encode())
 
         turn = Turn(history, lambda chain_id: history.texts.put(chain_id, scope, sealed.encode()), finished)
-        return Prompt(anchored.ids, chain, turn, anchored.kept, _note(anchored, known))
+        return Prompt(anchored.ids, chain, turn, anchored.message)
 
     return await prompts.in_pool(state, work)
 
@@ -186,10 +186,9 @@ async def _known(
     if not names:
         return None
     try:
-        known, dead = await asyncio.wrap_future(
-            served.engine.ask(lambda chains: known_chain(chains, names, method, chain))
-        )
-    except EngineDeadError:  # submitting the request says the same
+        answer = served.engine.ask(lambda chains: known_chain(chains, names, method, chain))
+        known, dead = await asyncio.wait_for(asyncio.wrap_future(answer), ASK_TIMEOUT_S)
+    except (EngineDeadError, TimeoutError):  # a dead engine says so when it gets the request
         return None
     for chain_id in dead:
         history.forget(chain_id)
@@ -213,12 +212,3 @@ def _chat_turn(
         turn.finished(chain_id, answer, ids, closed=closed, cut=cut, skip_special_tokens=skip_special_tokens)
 
     return Turn(history, turn.begun, finished)
-
-
-def _note(anchored: Anchored, known: Known | None) -> str | None:
-    """Where a history leaves that of its chain, for people."""
-    if known is None or (anchored.token is None and anchored.message is None):
-        return None
-    places = [f"token {anchored.token}"] if anchored.token is not None else []
-    places += [f"message {anchored.message}"] if anchored.message is not None else []
-    return f"the history that was sent is another one than that of chain {known.chain_id} at {', '.join(places)}"

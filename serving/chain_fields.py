@@ -22,6 +22,7 @@ _CHOICES = {
     "chain_on_miss": ("serve", "error"),
     "chain_on_busy": ("fork", "error"),
     "chain_branch": ("fork", "rewind"),
+    "chain_match": ("messages", "text"),
     "recall": ("off", "host"),
 }
 # Fields whose presence shows that the client knows of chains.

@@ -10,10 +10,11 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from sparsejax.detokenize import TextPiece
+from sparsejax.detokenize import Delta, TextPiece
 from sparsejax.errors import RequestError
 from sparsejax.request import ChainOptions, Request
-from sparsejax.serving import prompts
+from sparsejax.serving import anchoring, prompts
+from sparsejax.serving.anchoring import Prompt
 from sparsejax.serving.answer import ID, Answer
 from sparsejax.serving.append import check_append, suffix_ids
 from sparsejax.serving.chain_answer import message_at
@@ -24,7 +25,7 @@ from sparsejax.serving.logprobs import chat_logprobs
 from sparsejax.serving.protocol import ChatBody
 from sparsejax.serving.respond import respond
 from sparsejax.serving.sampling import check_common, sampling_params, unsupported
-from sparsejax.serving.state import Served
+from sparsejax.serving.state import Served, ServerState
 
 
 async def chat_completions(http: HTTPRequest) -> Response:
@@ -41,26 +42,37 @@ async def chat_completions(http: HTTPRequest) -> Response:
     chain = chain_options(body, served, tenant_of(http), hindrance=hindrance)
     identity = ID.new("chatcmpl")
 
-    async def whole(number: int, options: ChainOptions | None) -> Request:
-        prompt_ids = await _prompt_ids(app.state, served, body)
-        return engine_request(http, identity.engine_id(number), prompt_ids, params, body.sparse_method, served, options)
+    sent: list[Prompt] = []
 
-    if chain is not None and chain.append:
+    async def engine_turn(prompt: Prompt) -> Request:
+        sent.append(prompt)
+        request_id = identity.engine_id(len(sent) - 1)
+        return engine_request(http, request_id, prompt.ids, params, body.sparse_method, served, prompt.chain)
+
+    async def whole(options: ChainOptions | None) -> Request:
+        return await engine_turn(await _prompt(app.state, served, body, options))
+
+    instead = None
+    if chain is None or not chain.append:
+        request = await whole(chain)
+    elif body.chain_append_start is None:
         check_append(body)
         ids, joint = await suffix_ids(app.state, served, body)
-        chain = dataclasses.replace(chain, append_joint=joint)
-        request = engine_request(http, identity.engine_id(0), ids, params, body.sparse_method, served, chain)
+        request = await engine_turn(Prompt(ids, dataclasses.replace(chain, append_joint=joint)))
     else:
-        request = await whole(0, chain)
-    instead = None
-    if chain is not None and body.chain_append_start is not None and chain.on_miss == "serve":
-        # All messages are here: what can't be appended is served as a whole.
-        options = dataclasses.replace(
-            chain, append=False, append_joint=False, expected_tokens=None, expected_digest=None
-        )
-        instead = functools.partial(whole, 1, options)
+        check_append(body)
+        if chain.on_miss == "serve":
+            # All messages are here: what can't be appended is served as a whole.
+            options = dataclasses.replace(chain, append=False, expected_tokens=None, expected_digest=None)
+            instead = functools.partial(whole, options)
+        try:
+            request = await engine_turn(await _prompt(app.state, served, body, chain, body.chain_append_start))
+        except RequestError as error:
+            if instead is None or error.code != "append_not_possible":
+                raise
+            request, instead = await instead(), None
     generation = Generation(served, [request])
-    answer = ChatAnswer(identity, body, served, generation)
+    answer = ChatAnswer(identity, body, served, generation, sent)
     log_request(http, identity, generation)
     return await respond(
         http,
@@ -80,9 +92,12 @@ class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, identity: ID, body: ChatBody, served: Served, generation: Generation) -> None:
+    def __init__(
+        self, identity: ID, body: ChatBody, served: Served, generation: Generation, sent: Sequence[Prompt]
+    ) -> None:
         super().__init__(identity, body, served, generation)
         self._messages = body.messages
+        self._sent = sent  # what the engine got; the last one counts
 
     def text_fields(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -109,7 +124,16 @@ class ChatAnswer(Answer):
     def whole(self) -> dict[str, Any]:
         return super().whole() | self._prompt_ids()
 
+    def add(self, delta: Delta) -> None:
+        super().add(delta)
+        turn = self._sent[-1].turn
+        if turn is not None:
+            turn.add(delta, self.choices[0]["message"], self.generation.chain())
+
     def locate_divergence(self) -> None:
+        self.diverged_message = self._sent[-1].message
+        if self.diverged_message is not None:
+            return
         report, messages = self.generation.chain(), self._messages
         if report is not None and report.diverged_at is not None and messages:
             ids = self.generation.requests[0].prompt_ids
@@ -159,24 +183,40 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-async def _prompt_ids(state: Any, served: Served, body: ChatBody) -> Sequence[int]:
+async def _prompt(
+    state: ServerState,
+    served: Served,
+    body: ChatBody,
+    chain: ChainOptions | None,
+    append_start: int | None = None,
+) -> Prompt:
+    """The ids of a request; with a chain they are those that it has, as far as the messages are its own."""
     if body.prompt_token_ids is not None:
         if body.messages:
             raise RequestError("send messages or prompt_token_ids, not both", param="prompt_token_ids")
         if not body.prompt_token_ids:
             raise RequestError("prompt_token_ids is empty", param="prompt_token_ids")
         prompts.check_ids(served, body.prompt_token_ids, "prompt_token_ids")
-        return body.prompt_token_ids
+        return Prompt(body.prompt_token_ids, chain)
     if body.messages is None:
         raise RequestError("messages is missing", param="messages", code="missing_required_parameter")
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    return await prompts.render(
+    options: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": {**variables, **(body.chat_template_kwargs or {})},
+    }
+    if chain is None:
+        return Prompt(await prompts.render(state, served, body.messages, **options))
+    return await anchoring.chat(
         state,
         served,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables={**variables, **(body.chat_template_kwargs or {})},
+        prompts.conversation(served, body.messages, **options),
+        body.sparse_method or served.default_method,
+        chain,
+        append_start=append_start,
+        match=body.chain_match or "messages",
+        skip_special_tokens=body.skip_special_tokens is not False,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from sparsejax.detokenize import TextPiece
+from sparsejax.detokenize import Delta, TextPiece
 from sparsejax.errors import RequestError
-from sparsejax.serving import prompts
+from sparsejax.request import ChainOptions
+from sparsejax.serving import anchoring, prompts
+from sparsejax.serving.anchoring import Prompt
 from sparsejax.serving.answer import ID, Answer
 from sparsejax.serving.chain_fields import chain_options, tenant_of
 from sparsejax.serving.endpoint import AppState, answer_headers, app_state, engine_request, log_request, read_body
@@ -39,14 +42,14 @@ async def completions(http: HTTPRequest) -> Response:
     prompts_given = len(body.prompt) if isinstance(body.prompt, list) and not _is_ids(body.prompt) else 1
     hindrance = "n" if params.n > 1 else "echo" if body.echo else None
     chain = chain_options(body, served, tenant_of(http), prompts=prompts_given, hindrance=hindrance)
-    prompt_ids = await _prompt_ids(app, served, body, appended=chain is not None and chain.append)
+    sent = await _prompts(app, served, body, chain)
     identity = ID.new("cmpl")
     requests = [
-        engine_request(http, identity.engine_id(i), ids, params, body.sparse_method, served, chain)
-        for i, ids in enumerate(prompt_ids)
+        engine_request(http, identity.engine_id(i), prompt.ids, params, body.sparse_method, served, prompt.chain)
+        for i, prompt in enumerate(sent)
     ]
     generation = Generation(served, requests, prompt_context=True)
-    answer = CompletionAnswer(identity, body, served, generation)
+    answer = CompletionAnswer(identity, body, served, generation, sent)
     if scoring:
         return _only_the_prompt(body, answer, answer_headers(ignored))
     log_request(http, identity, generation)
@@ -75,8 +78,11 @@ class CompletionAnswer(Answer):
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, identity: ID, body: CompletionBody, served: Served, generation: Generation) -> None:
+    def __init__(
+        self, identity: ID, body: CompletionBody, served: Served, generation: Generation, sent: Sequence[Prompt]
+    ) -> None:
         super().__init__(identity, body, served, generation)
+        self._sent = sent
         for choice in self.choices:
             prompt = choice["index"] // self.num_choices_per_prompt
             if body.echo:
@@ -95,6 +101,13 @@ class CompletionAnswer(Answer):
 
     def logprobs(self, piece: TextPiece) -> dict[str, Any]:
         return completion_logprobs(self.served.tokenizer, piece)
+
+    def add(self, delta: Delta) -> None:
+        super().add(delta)
+        prompt = delta.index // self.num_choices_per_prompt
+        turn = self._sent[prompt].turn
+        if turn is not None:
+            turn.add(delta, self.choices[delta.index]["text"], self.generation.chain(prompt))
 
     def opening(self) -> list[dict[str, Any]]:
         """The echoed prompt and its ids, if asked for."""
@@ -142,18 +155,20 @@ def _is_ids(prompt: list[Any]) -> bool:
     return bool(prompt) and all(isinstance(item, int) for item in prompt)
 
 
-async def _prompt_ids(app: AppState, served: Served, body: CompletionBody, appended: bool = False) -> list[list[int]]:
-    """One list of ids per prompt. What is appended to a chain doesn't begin like a text of its own."""
+async def _prompts(app: AppState, served: Served, body: CompletionBody, chain: ChainOptions | None) -> list[Prompt]:
+    """The prompts' ids; those of a text that a chain stands for are the chain's own."""
     prompt = body.prompt
     assert prompt is not None
+    appended = chain is not None and chain.append  # what is appended doesn't begin like a text of its own
     special = body.add_special_tokens is not False and not (appended and body.add_special_tokens is None)
+    method = body.sparse_method or served.default_method
     if isinstance(prompt, str):
         items: list[Any] = [prompt]
     elif not prompt:
         raise RequestError("prompt is empty; give at least one", param="prompt")
     elif _is_ids(prompt):
         prompts.check_ids(served, prompt, "prompt")  # type: ignore[arg-type]
-        return [list(prompt)]  # type: ignore[list-item]
+        return [Prompt(list(prompt), chain)]  # type: ignore[arg-type]
     else:
         items = list(prompt)
     if len(items) > MAX_PROMPTS:
@@ -163,14 +178,16 @@ async def _prompt_ids(app: AppState, served: Served, body: CompletionBody, appen
         raise RequestError(
             "prompt must be a string, strings, token ids or lists of token ids, not a mix", param="prompt"
         )
-    found: list[list[int]] = []
+    found: list[Prompt] = []
     for i, item in enumerate(items):
-        if isinstance(item, str):
-            ids = await prompts.encode(app.state, served, item, add_special_tokens=special)
-        else:
+        if not isinstance(item, str):
             prompts.check_ids(served, item, f"prompt[{i}]")
-            ids = item
-        if not ids:
+            one = Prompt(item, chain)
+        elif chain is None or appended:
+            one = Prompt(await prompts.encode(app.state, served, item, add_special_tokens=special), chain)
+        else:
+            one = await anchoring.text(app.state, served, item, method, chain, add_special_tokens=special)
+        if not one.ids:
             raise RequestError(f"prompt{f'[{i}]' if len(items) > 1 else ''} is empty", param="prompt")
-        found.append(ids)
+        found.append(one)
     return found

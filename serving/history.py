@@ -110,15 +110,6 @@ class Conversation:
         `tail` is an end of the answer that belongs to it. Also whether it begins with a control token, which ends the
         answer as an answer's last id may do.
         """
-        if not 1 <= first < len(self.messages):
-            raise RequestError(
-                f"chain_append_start={first} must name one of the messages after the first",
-                param="chain_append_start",
-            )
-        if self.messages[first - 1].get("role") != "assistant":
-            raise RequestError(
-                f"messages[{first - 1}] must be the answer that chain_append_start follows", param="chain_append_start"
-            )
         opening = {"role": "user", "content": "."}  # templates may want a question before an answer
         shorter = Conversation([opening, *self.messages[first - 1 :]], self.add_generation_prompt, self.variables)
         for conversation, answer in ((shorter, 1), (self, first - 1)):
@@ -135,6 +126,7 @@ class Conversation:
             "the chat template does not say where the answer ends; send the whole conversation without"
             " chain_append_start",
             param="chain_append_start",
+            code="append_not_possible",
         )
 
 

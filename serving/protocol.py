@@ -125,6 +125,7 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chain_append_start: int | None = None
+    chain_match: str | None = None
     # Known, checked, and refused where they would change the answer.
     tools: list[Any] | None = None
     tool_choice: Any = None

@@ -449,9 +449,11 @@ def test_append_renders_only_what_is_new(qwen_like: Tokenizer) -> None:
         assert ids[0] == qwen_like.eos_ids[0]
     text, joint = talking.conversation([*HELLO, answer, MORE]).suffix(qwen_like, 2, "th")
     assert (text[:2], joint) == ("th", False)
-    for start in (0, 1, 3):
-        with pytest.raises(RequestError):
-            talking.conversation([*HELLO, answer, MORE]).suffix(qwen_like, start)
+    endless = with_template(
+        qwen_like, BARE.replace("<|im_start|>{{ m.role }}: {{ m.content }}", "{{ m.content | upper }}")
+    )
+    with pytest.raises(RequestError, match="where the answer ends"):
+        talking.conversation([*HELLO, {**answer, "content": "yes"}, MORE]).suffix(endless, 2)
 
 
 def test_other_tenants_salts_methods_tools_have_nothing_in_common(smollm2: Tokenizer) -> None:
