@@ -25,10 +25,12 @@ __all__ = [
     "chosen",
     "decode_attention",
     "expected",
+    "key_similarity",
     "logit_threshold",
     "merge",
     "move_rows",
     "num_tiles",
+    "observed_decode_attention",
     "pack_queries",
     "packed_positions",
     "page_bounds",
@@ -120,6 +122,38 @@ def decode_attention(
     """
     module = choose("decode_attention", implementation, q, pools, names, view, load_tile)
     return module.decode_attention(q, pools, names, view, load_tile, layer, scale)
+
+
+def observed_decode_attention(
+    q: jax.Array,
+    scores: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    *,
+    shared: bool,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`decode_attention` that adds the attention which each row receives to its score (arXiv 2306.14048).
+
+    The last row of a view is the query's own: its score begins here, whatever was there.
+
+    Args:
+      scores: float32 [num_head_pages, page_size]; updated in place where it is donated.
+      shared: every KV head gets what all of them add up to; else what its own query heads do.
+      Others as in `decode_attention`. Pages of different rows differ.
+
+    Returns:
+      out as `decode_attention`, and the scores.
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
+    """
+    module = choose("observed_decode_attention", implementation, q, pools, names, view, load_tile)
+    return module.observed_decode_attention(q, scores, pools, names, view, shared, load_tile, layer, scale)
 
 
 def prefill_attention(
@@ -303,6 +337,39 @@ def row_scores(
         raise ValueError(f"group must be 'max' or 'sum', got {group!r}")
     module = choose("row_scores", implementation, q, pools, names, view, load_tile)
     return module.row_scores(q, pools, names, view, limit, lse, group, load_tile, layer, scale)
+
+
+def key_similarity(
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    *,
+    threshold: float,
+    tile_rows: int,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    implementation: str | None = None,
+) -> jax.Array:
+    """How similar each resident key of one row is to its others; the newest of similar ones counts less.
+
+    With C the cosines of all pairs, 0 on the diagonal, and for each row i the largest column of those above `threshold`
+    (column 0 without any) set to 0, these are C's column means (arXiv 2505.24133). A column's sum is its product with
+    the sum of all keys less what was set to 0, so similarities are only searched for that column.
+
+    Args:
+      pools, names, load_tile, layer, implementation: as in `decode_attention`.
+      view: pages of one row; all heads hold as many rows.
+      threshold: cosine above which two keys count as similar.
+      tile_rows: rows that are compared at a time where that takes memory, a multiple of the page size.
+
+    Returns:
+      float32 [num_kv_heads, columns * page_size]; anything past the end.
+
+    Raises:
+      ValueError: the implementation asked for is unknown or can't serve this call.
+    """
+    module = choose("key_similarity", implementation, pools, names, view, load_tile)
+    return module.key_similarity(pools, names, view, threshold, tile_rows, load_tile, layer)
 
 
 def logit_threshold(

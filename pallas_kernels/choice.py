@@ -24,12 +24,17 @@ from sparsejax.pallas_kernels.block_sparse_attention import xla as _blocks_xla
 from sparsejax.pallas_kernels.decode_attention import mosaic_tpu as _decode_tpu
 from sparsejax.pallas_kernels.decode_attention import triton_gpu as _decode_triton
 from sparsejax.pallas_kernels.decode_attention import xla as _decode_xla
+from sparsejax.pallas_kernels.key_similarity import triton_gpu as _similarity_triton
+from sparsejax.pallas_kernels.key_similarity import xla as _similarity_xla
 from sparsejax.pallas_kernels.logit_threshold import mosaic_tpu as _threshold_tpu
 from sparsejax.pallas_kernels.logit_threshold import triton_gpu as _threshold_triton
 from sparsejax.pallas_kernels.logit_threshold import xla as _threshold_xla
 from sparsejax.pallas_kernels.move_rows import mosaic_tpu as _move_tpu
 from sparsejax.pallas_kernels.move_rows import triton_gpu as _move_triton
 from sparsejax.pallas_kernels.move_rows import xla as _move_xla
+from sparsejax.pallas_kernels.observed_decode_attention import mosaic_tpu as _observed_tpu
+from sparsejax.pallas_kernels.observed_decode_attention import triton_gpu as _observed_triton
+from sparsejax.pallas_kernels.observed_decode_attention import xla as _observed_xla
 from sparsejax.pallas_kernels.page_bounds import mosaic_tpu as _bounds_tpu
 from sparsejax.pallas_kernels.page_bounds import triton_gpu as _bounds_triton
 from sparsejax.pallas_kernels.page_bounds import xla as _bounds_xla
@@ -60,8 +65,10 @@ IMPLEMENTATIONS: dict[str, dict[str, ModuleType]] = {
     "tile_attention": {"mosaic_gpu": _tiles_mosaic_gpu, "xla": _tiles_xla},
     "attention_lse": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
     "row_scores": {"triton": _rows_triton, "mosaic_tpu": _rows_tpu, "xla": _rows_xla},
+    "key_similarity": {"triton": _similarity_triton, "xla": _similarity_xla},
     "logit_threshold": {"triton": _threshold_triton, "mosaic_tpu": _threshold_tpu, "xla": _threshold_xla},
     "move_rows": {"triton": _move_triton, "mosaic_tpu": _move_tpu, "xla": _move_xla},
+    "observed_decode_attention": {"triton": _observed_triton, "mosaic_tpu": _observed_tpu, "xla": _observed_xla},
     "page_bounds": {"triton": _bounds_triton, "mosaic_tpu": _bounds_tpu, "xla": _bounds_xla},
     "page_scores": {"triton": _scores_triton, "mosaic_tpu": _scores_tpu, "xla": _scores_xla},
     "select_pages": {"triton": _select_triton, "mosaic_tpu": _select_tpu, "xla": _select_xla},

@@ -74,6 +74,12 @@ class PageView(NamedTuple):
         entries = jax.lax.dynamic_slice_in_dim(self.table, first_column, num_columns, axis=2)
         return entries * self.stride + self.offset[None, :, None]
 
+    def held_pages(self, page_size: int) -> jax.Array:
+        """int32 [batch, kv_heads, columns]: all head-pages; the null page past the end, where others' may stand."""
+        columns = self.table.shape[2]
+        first_row = jnp.arange(columns, dtype=jnp.int32)[None, None] * page_size
+        return jnp.where(first_row < self.lengths[:, :, None], self.head_pages(0, columns), 0)
+
     def slabs(self, first_column: jax.Array | int, num_columns: int) -> jax.Array | None:
         """int32 [batch, num_columns]: as `head_pages`, but of all heads at once, in units of kv_heads head-pages.
 

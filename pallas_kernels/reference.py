@@ -142,6 +142,43 @@ def row_scores(
     return votes.max(2) if group == "max" else votes.sum(2)
 
 
+def observed_decode_attention(
+    q: jax.Array,
+    scores: jax.Array,
+    pools: Pools,
+    names: tuple[str, ...],
+    view: PageView,
+    shared: bool,
+    load_tile: LoadTile,
+    layer: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Oracle of `api.observed_decode_attention`: one head of a row at a time. Not to be traced."""
+    out, lse = decode_attention(q, pools, names, view, load_tile, layer, scale)
+    limit, how = view.lengths[:, :, None], (load_tile, layer, scale)
+    mass = row_scores(q[:, None], pools, names, view, limit, lse[:, None], "sum", *how)
+    pages, page_size = view.head_pages(0, view.table.shape[2]), scores.shape[1]
+    for b, h in itertools.product(*map(range, pages.shape[:2])):
+        row = jnp.arange(int(view.lengths[b, h % view.lengths.shape[1]]))
+        gained = mass[b].sum(0) if shared else mass[b, h]
+        at = pages[b, h, row // page_size], row % page_size
+        scores = scores.at[at].set(jnp.where(row < len(row) - 1, scores[at], 0.0) + gained[: len(row)])
+    return out, scores
+
+
+def key_similarity(
+    pools: Pools, names: tuple[str, ...], view: PageView, threshold: float, load_tile: LoadTile, layer: jax.Array
+) -> jax.Array:
+    """Oracle of `api.key_similarity`, of resident rows only. Not to be traced."""
+    keys = _rows(view, pools, names, load_tile, layer)[0][0, :, : int(view.lengths.max())].astype(jnp.float32)
+    units = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + 1e-8)
+    cosine = jnp.einsum("hid,hjd->hij", units, units, precision=jax.lax.Precision.HIGHEST)
+    column = jnp.arange(cosine.shape[1])[None, None, :]
+    cosine = jnp.where(column == column.swapaxes(1, 2), 0.0, cosine)
+    last = jnp.where(cosine > threshold, column, 0).max(2, keepdims=True)
+    return jnp.where(column == last, 0.0, cosine).mean(1)
+
+
 def move_rows(pools: Pools, rows: jax.Array, source: PageView, target: PageView) -> dict[str, jax.Array]:
     """Oracle of `api.move_rows`: one row at a time. Not to be traced."""
     page_size = next(iter(pools.values())).shape[1]

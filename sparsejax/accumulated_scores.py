@@ -135,7 +135,7 @@ def on_write(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, writt
         packed = written.head_pages[:, 0, 0] != 0  # a layer with nothing due is packed onto the null page
         scored = row_aux[SCORED].at[at].set(jnp.where(packed, written.num_valid, row_aux[SCORED][at]))
         return page_aux, {**row_aux, SCORED: scored}
-    if written.phase == "token" and not params.scoring.decoding:
+    if written.phase == "token":  # a decoded token's own row begins with its attention
         return page_aux, row_aux
     scores = page_aux[SCORES].at[written.head_pages, written.offsets].set(0.0)
     return {**page_aux, SCORES: scores}, row_aux
@@ -152,8 +152,22 @@ def observe(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
         scores = add_to_rows(scores, context.view, chunk_scores(scoring, context))
         row_aux = {**row_aux, SCORED: row_aux[SCORED].at[at].set(context.view.lengths.max(1))}
     elif context.phase == "token" and scoring.decoding:
-        scores = add_to_rows(scores, context.view, token_scores(scoring, context))
+        _, page_aux = attend_token(params, context)  # attention goes elsewhere
+        return page_aux, row_aux
     return {**context.page_aux, SCORES: scores}, row_aux
+
+
+def attend_token(params: Any, context: ObserveContext) -> tuple[jax.Array, Aux]:
+    """Attention of decoded tokens [batch, q_heads, head_dim], added to the rows that receive it."""
+    out, scores = api.observed_decode_attention(
+        context.queries[:, 0],
+        context.page_aux[SCORES],
+        *_rows(context),
+        shared=params.scoring.shared,
+        scale=context.geometry.scale,
+        **_how(context),
+    )
+    return out, {**context.page_aux, SCORES: scores}
 
 
 def keep_rows(context: EvictContext, shared: bool, ratio: float) -> jax.Array:
@@ -194,12 +208,6 @@ def chunk_scores(scoring: Scoring, context: ObserveContext) -> jax.Array:
     return num_scored * mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-30)
 
 
-def token_scores(scoring: Scoring, context: ObserveContext) -> jax.Array:
-    """What one decoded token of each request adds to each row: float32 [batch, kv_heads, capacity]."""
-    limit = jnp.where(context.num_valid[:, None] > 0, context.view.lengths, 0)[:, :, None]
-    return _attention_mass(scoring, context, context.queries, limit, "sum")
-
-
 def rows_scores(scores: jax.Array, view: PageView) -> jax.Array:
     """float32 [batch, kv_heads, capacity] of the rows of a view; anything past their end."""
     return gather_rows(scores, view.head_pages(0, view.table.shape[2]))
@@ -207,24 +215,17 @@ def rows_scores(scores: jax.Array, view: PageView) -> jax.Array:
 
 def add_to_rows(scores: jax.Array, view: PageView, gained: jax.Array) -> jax.Array:
     """Adds `gained` [batch, kv_heads, capacity] to the rows of a view."""
-    head_pages = _held_pages(scores, view)
+    head_pages = view.held_pages(scores.shape[1])
     return scores.at[head_pages].add(gained.reshape(*head_pages.shape, -1))
 
 
 def clear_rows(scores: jax.Array, view: PageView, first: jax.Array, end: jax.Array) -> jax.Array:
     """Sets rows of a view to 0: those from `first` int32 [batch] to before `end` int32 [batch, heads or 1]."""
-    head_pages = _held_pages(scores, view)
+    head_pages = view.held_pages(scores.shape[1])
     found = rows_scores(scores, view)
     row = jnp.arange(found.shape[2], dtype=jnp.int32)[None, None]
     cleared = jnp.where((row >= first[:, None, None]) & (row < end[:, :, None]), 0.0, found)
     return scores.at[head_pages].set(cleared.reshape(*head_pages.shape, -1))
-
-
-def _held_pages(scores: jax.Array, view: PageView) -> jax.Array:
-    """Head-pages of a view [batch, kv_heads, columns]; the null page past its end, where others' pages may stand."""
-    columns = view.table.shape[2]
-    first_row = jnp.arange(columns, dtype=jnp.int32)[None, None] * scores.shape[1]
-    return jnp.where(first_row < view.lengths[:, :, None], view.head_pages(0, columns), 0)
 
 
 def _attention_mass(

@@ -15,6 +15,7 @@ from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import (
     Aux,
     AuxSpec,
+    DecodedContext,
     EvictContext,
     HiddenContext,
     Method,
@@ -74,7 +75,7 @@ def compose(members: tuple[Method, ...]) -> Method:
         rotary="row" if any(member.rotary == "row" for member in members) else "position",
         private_rows=any(member.private_rows for member in members),
     )
-    joined = {"on_write": _on_write, "observe": _observe, "survey": _survey, "bind": _bind}
+    joined = {"on_write": _on_write, "observe": _observe, "on_decoded": _on_decoded, "survey": _survey, "bind": _bind}
     hooks: dict[str, Any] = {name: hook for name, hook in joined.items() if params.with_hook(name)}
     if params.with_hook("replays"):
         hooks |= {"replays": _replays, "replay_tokens": _replay_tokens}
@@ -89,6 +90,8 @@ def compose(members: tuple[Method, ...]) -> Method:
         hooks["prompt_peak"] = _prompt_peak
     if any(member.on_hidden is not None for member in members):
         hooks |= {"on_hidden": _on_hidden, "hidden_layer": _hidden_layer}
+    if selection is None and params.with_hook("attend_token"):
+        hooks["attend_token"] = _attend_token
     if selection is not None:
         hooks |= {"select": _select, "read_count": _read_count}
     if prefill is not None and prefill.attend_prefill is not None:
@@ -164,6 +167,11 @@ def _observe(params: Composed, context: ObserveContext) -> tuple[Aux, Aux]:
     return context.page_aux, context.row_aux
 
 
+def _attend_token(params: Composed, context: ObserveContext) -> tuple[jax.Array, Aux]:
+    ((hook, own),) = params.with_hook("attend_token")
+    return hook(own, context)
+
+
 def _replays(params: Composed, prompt_tokens: int) -> tuple[int, ...]:
     ((hook, own),) = params.with_hook("replays")
     return hook(own, prompt_tokens)
@@ -172,6 +180,12 @@ def _replays(params: Composed, prompt_tokens: int) -> tuple[int, ...]:
 def _replay_tokens(params: Composed, prompt: np.ndarray, index: int) -> np.ndarray:
     ((hook, own),) = params.with_hook("replay_tokens")
     return hook(own, prompt, index)
+
+
+def _on_decoded(params: Composed, context: DecodedContext) -> Aux:
+    for hook, own in params.with_hook("on_decoded"):
+        context = context._replace(row_aux=hook(own, context))
+    return context.row_aux
 
 
 def _on_hidden(params: Composed, context: HiddenContext) -> Aux:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.method import EvictContext, Written
+from sparsejax.method import DecodedContext, EvictContext, Written
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import explicit_view
 
@@ -23,6 +23,8 @@ DIGIT_BITS = 2
 
 def record_queries(ring: jax.Array, written: Written, window: int) -> jax.Array:
     """Keeps the last `window` queries of each request; a query at position p lies in slot p mod window.
+
+    Those of decoded tokens are kept by `record_decoded`, for all layers at once.
 
     Args:
       ring: [num_layers, num_rows + 1, window, q_heads, head_dim].
@@ -37,6 +39,12 @@ def record_queries(ring: jax.Array, written: Written, window: int) -> jax.Array:
     queries = jnp.take_along_axis(written.queries, index[:, :, None, None], axis=1)
     slots = jnp.take_along_axis(written.positions, index, axis=1) % window
     return ring.at[written.layer, rows, slots].set(queries)
+
+
+def record_decoded(ring: jax.Array, context: DecodedContext, window: int) -> jax.Array:
+    """Keeps the queries of a decode step where `record_queries` would."""
+    rows = jnp.where(context.live, context.rows, 0)  # row 0 swallows padding
+    return ring.at[:, rows, context.positions % window].set(context.queries)
 
 
 def ring_positions(next_position: jax.Array, window: int, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -195,14 +203,6 @@ def choose_counted_rows(
     return rows.at[jnp.arange(heads)[:, None], place].set(index[None], mode="drop")
 
 
-def head_budgets(
-    scores: jax.Array,
-    lengths: jax.Array,
-    total: int,
-    floor: int,
-    ceiling: int,
-    *,
-    first: int = 0,
 def keep_more(rows: jax.Array, counts: jax.Array, kept: jax.Array, lengths: jax.Array, most: int) -> jax.Array:
     """The same rows and, of the others, the last ones.
 
@@ -226,6 +226,14 @@ def keep_more(rows: jax.Array, counts: jax.Array, kept: jax.Array, lengths: jax.
     return jnp.where(index < chosen, padded, dropped + index)
 
 
+def head_budgets(
+    scores: jax.Array,
+    lengths: jax.Array,
+    total: int,
+    floor: int,
+    ceiling: int,
+    *,
+    first: int = 0,
     recent: int = 0,
 ) -> jax.Array:
     """How many rows each head of a layer keeps, if the best rows of all heads stay (arXiv 2407.11550).

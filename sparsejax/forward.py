@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax.geometry import Geometry
-from sparsejax.method import HiddenContext, Method, ObserveContext, PrefillContext, SelectContext, Written
+from sparsejax.method import (
+    DecodedContext,
+    HiddenContext,
+    Method,
+    ObserveContext,
+    PrefillContext,
+    SelectContext,
+    Written,
+)
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import ModelSpec, Stream, Weights
 from sparsejax.pallas_kernels import api
@@ -124,7 +132,7 @@ _OBSERVED: dict[str, Literal["chunk", "token", "replay"]] = {
 }
 
 
-def observe(
+def observe_context(
     statics: Statics,
     phase: str,
     layer: jax.Array,
@@ -133,12 +141,9 @@ def observe(
     view: PageView,
     start: jax.Array,
     queries: jax.Array,
-) -> Cache:
-    """Lets the method look at all rows of `view` through new queries [batch, chunk, q_heads, head_dim]."""
-    method = statics.method
-    if method.observe is None:
-        return cache
-    context = ObserveContext(
+) -> ObserveContext:
+    """What the method sees of all rows of `view` and new queries [batch, chunk, q_heads, head_dim]."""
+    return ObserveContext(
         geometry=statics.geometry,
         phase=_OBSERVED[phase],
         layer=layer,
@@ -156,8 +161,6 @@ def observe(
         part=batch.part,
         implementation=statics.implementation,
     )
-    page_aux, row_aux = method.observe(method.params, context)
-    return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
 
 def changed(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> list[jax.Array]:
@@ -190,15 +193,16 @@ def _layer(
     batch: Batch,
     cache: Cache,
     carry: Any,
-) -> tuple[Stream, Cache, Any]:
+) -> tuple[Stream, Cache, Any, jax.Array | None]:
     """One layer of a decode step (hidden states [batch, hidden]), or of a chunk or replay ([batch, chunk, hidden]).
 
     If it `ends` one of the latter, it stores keys and values of all tokens as ever, but only each row's last token
-    attends and goes on ([batch, hidden]): nothing reads what the others would become.
+    attends and goes on ([batch, hidden]): nothing reads what the others would become. The last result are the queries
+    [batch, q_heads, head_dim] of a decode step.
     """
     geometry, method = statics.geometry, statics.method
     view = layer_view(geometry, method.granularity, batch.table, batch.start, layer)
-    box: dict[str, Any] = {"cache": cache, "carry": carry}
+    box: dict[str, Any] = {"cache": cache, "carry": carry, "queries": None}
     attention = {"load_tile": load_tile(statics), "layer": layer, "scale": geometry.scale}
     attention["implementation"] = statics.implementation
 
@@ -208,10 +212,19 @@ def _layer(
             heads = heads._replace(qkv=heads.qkv[:, None], cos=heads.cos[:, None], sin=heads.sin[:, None])
         q, cache = append(statics, phase, layer, batch, box["cache"], view, heads)
         box["cache"] = cache
+        if decoding:
+            box["queries"] = q[:, 0]
         grown = view._replace(lengths=jnp.maximum(view.lengths + batch.num_new[:, None], 1))
-        before = cache
-        box["cache"] = cache = observe(statics, phase, layer, batch, cache, grown, view.lengths, q)
-        learned = changed(before.page_aux, cache.page_aux) + changed(before.row_aux, cache.row_aux)
+        seen = observe_context(statics, phase, layer, batch, cache, grown, view.lengths, q)
+        if decoding and method.attend_token is not None:
+            out, page_aux = method.attend_token(method.params, seen)
+            box["cache"] = cache._replace(page_aux=dict(page_aux))
+            return out
+        learned: list[jax.Array] = []
+        if method.observe is not None:
+            page_aux, row_aux = method.observe(method.params, seen)
+            learned = changed(cache.page_aux, page_aux) + changed(cache.row_aux, row_aux)
+            box["cache"] = cache = cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
         if learned:
             # Attention waits for what was observed, so that no later layer can store rows before this one's are read.
             # XLA would copy whole pools instead.
@@ -259,7 +272,7 @@ def _layer(
     model = get_architecture(statics.spec.architecture)
     pick = functools.partial(_last_tokens, batch.num_new) if ends else None
     stream = model.layer(statics.spec, weights, stream, positions, attend, statics.implementation, pick)
-    return stream, box["cache"], box["carry"]
+    return stream, box["cache"], box["carry"], box["queries"]
 
 
 def layers(
@@ -269,19 +282,24 @@ def layers(
 
     The results of the two latter are each row's last token.
     """
-    carry = None
+    carry, queries = None, []
     method, num_layers = statics.method, statics.geometry.num_layers
     watched = method.hidden_layer(method.params, num_layers) if phase == "decode" and method.on_hidden else None
     for layer, role in enumerate(method.roles(num_layers)):
         ends = phase != "decode" and layer == num_layers - 1
         layer_weights = weights["layers"][layer]
         with jax.named_scope(f"layer_{layer}"):
-            stream, cache, carry = _layer(
+            stream, cache, carry, asked = _layer(
                 statics, role, phase, ends, jnp.int32(layer), layer_weights, stream, batch, cache, carry
             )
+        queries.append(asked)
         if layer == watched:
             assert method.on_hidden is not None
             seen = batch.rows, batch.num_new > 0, batch.tokens[:, 0], batch.positions[:, 0], stream.x + stream.delta
             request_aux = method.on_hidden(method.params, HiddenContext(statics.geometry, *seen, cache.request_aux))
             cache = cache._replace(request_aux=dict(request_aux))
+    if phase == "decode" and method.on_decoded is not None:
+        seen = batch.rows, batch.num_new > 0, batch.positions[:, 0], jnp.stack(queries)
+        row_aux = method.on_decoded(method.params, DecodedContext(statics.geometry, *seen, cache.row_aux))
+        cache = cache._replace(row_aux=dict(row_aux))
     return stream, cache

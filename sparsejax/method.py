@@ -68,6 +68,7 @@ class Written(NamedTuple):
       offsets: int32 [batch, count, kv_heads or 1] row index within the page. Offset 0 means the page is new.
       num_valid: int32 [batch]: the first `num_valid` rows are the valid ones.
       implementation: kernel implementation to hand to `pallas_kernels.api`.
+      next_positions: int32 [batch], logical position of each request's next token, when packing; else None.
     """
 
     phase: Literal["chunk", "token", "pack"]
@@ -80,6 +81,7 @@ class Written(NamedTuple):
     offsets: jax.Array
     num_valid: jax.Array
     implementation: str | None = None
+    next_positions: jax.Array | None = None
 
 
 class ObserveContext(NamedTuple):
@@ -117,6 +119,25 @@ class ObserveContext(NamedTuple):
     row_aux: Aux
     part: jax.Array | None = None
     implementation: str | None = None
+
+
+class DecodedContext(NamedTuple):
+    """What `on_decoded` sees of a decode step.
+
+    Attributes:
+      rows: int32 [batch] request rows.
+      live: bool [batch], False for padding.
+      positions: int32 [batch], logical.
+      queries: [num_layers, batch, q_heads, head_dim] after RoPE.
+      row_aux: arrays per layer and request.
+    """
+
+    geometry: Geometry
+    rows: jax.Array
+    live: jax.Array
+    positions: jax.Array
+    queries: jax.Array
+    row_aux: Aux
 
 
 class HiddenContext(NamedTuple):
@@ -296,6 +317,10 @@ class Method:
       observe: device hook, called once new rows can be read: learn from what queries think of rows. Returns page and
         row aux. Composed members that keep the same arrays have the same function here and in `on_write`: it runs once,
         with the params of the retention member.
+      attend_token: device hook, attention of decoded tokens to everything, which learns from it: (out [batch, q_heads,
+        head_dim], page aux). Asked instead of `observe` in phase "token", but where a member selects.
+      on_decoded: device hook, called once at the end of a decode step: learn from the queries of all layers. Returns
+        row aux. What needs no more than these costs much less here than in the `on_write` of every layer.
       on_hidden: device hook, called in decode steps after layer `hidden_layer`. Returns request aux.
       hidden_layer: (params, num_layers) -> layer index.
       select: device hook, which pages a decode query may read; None reads everything.
@@ -348,6 +373,8 @@ class Method:
     role: Callable[[Any, int], str] = _one_role
     on_write: Callable[[Any, Geometry, Aux, Aux, Written], tuple[Aux, Aux]] | None = None
     observe: Callable[[Any, ObserveContext], tuple[Aux, Aux]] | None = None
+    attend_token: Callable[[Any, ObserveContext], tuple[jax.Array, Aux]] | None = None
+    on_decoded: Callable[[Any, DecodedContext], Aux] | None = None
     on_hidden: Callable[[Any, HiddenContext], Aux] | None = None
     hidden_layer: Callable[[Any, int], int] = _last_layer
     attend_prefill: Callable[[Any, PrefillContext], tuple[jax.Array, Any]] | None = None
@@ -384,11 +411,16 @@ class Method:
     @property
     def rollback(self) -> bool:
         """Only their own rows know of the newest tokens."""
-        return self.on_write is None and self.observe is None and self.on_hidden is None
+        return all(hook is None for hook in (self.on_write, self.observe, self.on_decoded, self.on_hidden))
 
     @property
     def replays_prompts(self) -> bool:
         return self.replays is not None
+
+    @property
+    def recalls(self) -> bool:
+        """Dropped rows can be lent back: where a row lies says nothing of where it stands."""
+        return self.rotary == "position"
 
     # The host's view (plans.MethodFacts): integers in, integers out.
 
@@ -417,11 +449,6 @@ class Method:
     ) -> np.ndarray:
         """Most rows each layer and head holds while tokens are appended to `length` rows, prompts in such chunks."""
         length = np.asarray(length, np.int32)
-    @property
-    def recalls(self) -> bool:
-        """Dropped rows can be lent back: where a row lies says nothing of where it stands."""
-        return self.rotary == "position"
-
         if chunk_tokens is None or not prompt_tokens or self.prompt_peak is None:
             return np.asarray(self.peak(self.params, length, prompt_tokens, decode_tokens), np.int32)
         prompt = np.minimum(length + prompt_tokens, self.prompt_peak(self.params, length, prompt_tokens, chunk_tokens))

@@ -497,6 +497,7 @@ def compact(
             offsets=offsets.swapaxes(1, 2),
             num_valid=new.lengths.max(1),
             implementation=statics.implementation,
+            next_positions=eviction.state.positions[row][None],
         )
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
         return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux)), stayed
@@ -512,8 +513,8 @@ def compact(
         tables={**state.tables, name: state.tables[name].at[:, :, row].set(now)},
         lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(inputs.kept)},
     )
-
     return state, stayed
+
 
 def per_token(statics: Statics) -> list[str]:
     """Names of the method's arrays that have an entry for each stored row."""

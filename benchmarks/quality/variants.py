@@ -18,7 +18,16 @@ import numpy as np
 from sparsejax import combine, registry
 from sparsejax.errors import MethodError
 from sparsejax.geometry import Geometry, Granularity
-from sparsejax.method import Aux, AuxSpec, EvictContext, HiddenContext, Method, ObserveContext, Written
+from sparsejax.method import (
+    Aux,
+    AuxSpec,
+    DecodedContext,
+    EvictContext,
+    HiddenContext,
+    Method,
+    ObserveContext,
+    Written,
+)
 from sparsejax.storage import Storage
 
 REFERENCE = registry.DEFAULT_METHOD
@@ -174,7 +183,7 @@ def recorder(methods: Sequence[Method]) -> Method:
     """
     found: dict[Any, Method] = {}
     for member in (member for method in methods for member in _members(method)):
-        hooks = member.on_write, member.observe
+        hooks = member.on_write, member.on_decoded, member.observe
         known = found.get(hooks)
         # Short prompts are not replayed: whoever replays the shortest ones does so for all.
         if any(hooks) and (known is None or _shortest_replay(member) < _shortest_replay(known)):
@@ -182,6 +191,7 @@ def recorder(methods: Sequence[Method]) -> Method:
     members = tuple(found.values())
     observing = any(member.observe is not None for member in members)
     replaying = any(member.replays is not None for member in members)
+    decoding = any(member.on_decoded is not None for member in members)
     hidden = any(member.on_hidden is not None for member in members)
     return Method(
         "recorder",
@@ -191,6 +201,7 @@ def recorder(methods: Sequence[Method]) -> Method:
         aux=_recorded_aux,
         on_write=_record_written,
         observe=_record_observed if observing else None,
+        on_decoded=_record_decoded if decoding else None,
         on_hidden=_record_hidden if hidden else None,
         hidden_layer=_recorded_hidden_layer,
         private_rows=any(method.private_rows for method in methods),
@@ -223,6 +234,13 @@ def _record_written(
         if member.on_write is not None:
             page_aux, row_aux = member.on_write(member.params, geometry, page_aux, row_aux, written)
     return page_aux, row_aux
+
+
+def _record_decoded(params: Recorded, context: DecodedContext) -> Aux:
+    for member in params.members:
+        if member.on_decoded is not None:
+            context = context._replace(row_aux=member.on_decoded(member.params, context))
+    return context.row_aux
 
 
 def _record_observed(params: Recorded, context: ObserveContext) -> tuple[Aux, Aux]:

@@ -102,7 +102,8 @@ def decode_attention(
     """See `api.decode_attention`; `config` overrides how the kernels are launched."""
     scaled = payload.recognise(load_tile, pools, names, q.dtype) == payload.ROW_SCALED
     config = config or default_config(q.shape[2], q.dtype.itemsize, scaled)
-    return launch(q, pools, view, scaled, scale, config, num_multiprocessors())
+    out, lse, _ = launch(q, pools, view, scaled, scale, config, num_multiprocessors())
+    return out, lse
 
 
 def cut_at_rows(programs: int, rows: int, spare: int) -> int:
@@ -126,8 +127,14 @@ def launch(
     config: Config,
     num_cores: int,
     compute_capability: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Both kernels. `compute_capability` (such as 90) is only needed where no GPU can be asked."""
+    with_logits: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Both kernels. `compute_capability` (such as 90) is only needed where no GPU can be asked.
+
+    Returns:
+      out, lse and, `with_logits`, scaled logits to the base 2, float32 [batch, q_heads, columns * page_size]; anything
+      past the end of a row.
+    """
     jax_triton = importlib.import_module("jax_triton")
     kernels = importlib.import_module("sparsejax.pallas_kernels.decode_attention.triton_kernels")
     batch, q_heads, dim = q.shape
@@ -156,7 +163,7 @@ def launch(
         "LEAST_BLOCKS": least_blocks,
         "compute_capability": compute_capability,
     }
-    part_out, part_lse = jax_triton.triton_call(
+    part_out, part_lse, logits = jax_triton.triton_call(
         q,
         pools["k"],
         pools["v"],
@@ -170,6 +177,7 @@ def launch(
         out_shape=[
             jax.ShapeDtypeStruct((slots, group, dim), jnp.float32),
             jax.ShapeDtypeStruct((slots, group), jnp.float32),
+            jax.ShapeDtypeStruct((batch, q_heads, columns * page_size) if with_logits else (1,), jnp.float32),
         ],
         grid=(programs,),
         name="decode_attention",
@@ -178,6 +186,7 @@ def launch(
         SCALE=float(scale),
         SCALED=scaled,
         PAIRS=scaled and q.dtype != jnp.float32,
+        LOGITS=with_logits,
         PRECISION="tf32x3" if q.dtype == jnp.float32 else "tf32",
         GROUP_PAD=max(16, power_of_two(group)),
         PAGE=page_size,
@@ -203,4 +212,4 @@ def launch(
         TILE=tile,
         **common,
     )
-    return out, lse
+    return out, lse, logits

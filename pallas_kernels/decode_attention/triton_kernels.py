@@ -76,9 +76,11 @@ def attend_kernel(
     stride,
     part_out,
     part_lse,
+    all_logits,
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
     PAIRS: tl.constexpr,
+    LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -100,7 +102,8 @@ def attend_kernel(
     With PAIRS codes are read two at a time, as even and odd channels that are multiplied apart: what loads 16 bits can
     be turned round on the way to the tensor cores, and what loads 8 can't.
     table [batch, TABLE_HEADS, COLUMNS]; lengths [ENTRIES], of rows (HEADS_PER_ENTRY = HEADS) or of rows and heads (1);
-    offset [HEADS]; part_out [slots, GROUP, DIM] and part_lse [slots, GROUP] (base 2), float32.
+    offset [HEADS]; part_out [slots, GROUP, DIM] and part_lse [slots, GROUP] (base 2), float32; all_logits float32
+    [batch, HEADS * GROUP, COLUMNS * PAGE] (base 2), written only if LOGITS, and not past the end of a row.
     """
     program = tl.program_id(0)
     rows, blocks, each = plan(
@@ -157,6 +160,9 @@ def attend_kernel(
                 logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * (SCALE * LOG2E)
             if SCALED:
                 logits *= tl.load(k_scale + source, mask=valid, other=0.0)[None, :]
+            if LOGITS:
+                query_row = (line_row * GROUP + member).to(tl.int64) * (COLUMNS * PAGE)
+                tl.store(all_logits + query_row[:, None] + place[None, :], logits, mask=real[:, None] & valid[None, :])
             logits = tl.where(valid[None, :], logits, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(logits, 1))  # finite: every block has a valid row
             weights = tl.exp2(logits - new_peak[:, None])

@@ -95,6 +95,7 @@ def build(params: Params) -> Method:
         aux=accumulated_scores.aux,
         on_write=accumulated_scores.on_write,
         observe=accumulated_scores.observe,
+        attend_token=accumulated_scores.attend_token if scoring.decoding else None,
         keep_rows=keep_rows,
         keep_count=keep_count,
         peak=peak,
@@ -124,7 +125,7 @@ NOTES = {
     "Costs": """
         The budget and all decoded rows (at most the interval with decode eviction) per layer, and one float32 for each
         row and KV head. Scoring passes over the keys once per chunk ('logits') or twice ('probability'), with at most
-        `h2o_prefill_score_window` queries; with decode eviction twice per decoded token.
+        `h2o_prefill_score_window` queries; with decode eviction, decoded tokens add up the weights of their attention.
     """,
     "Use it": """
         When what the text dwells on matters more than what its end asks for. As in the paper, but for the positions of

@@ -23,6 +23,7 @@ from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import (
     Aux,
     AuxSpec,
+    DecodedContext,
     EvictContext,
     Method,
     Phase,
@@ -33,7 +34,7 @@ from sparsejax.method import (
     split_rows,
 )
 
-QUERIES, DECODED = "pyramidkv_queries", "pyramidkv_decoded"
+QUERIES, EVICTED_AT = "pyramidkv_queries", "pyramidkv_evicted_at"
 log = logging.getLogger("sparsejax.methods")
 
 
@@ -235,25 +236,35 @@ def check(params: Params, geometry: Geometry) -> list[str]:
 
 def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
     window = (params.observation_window_size, geometry.num_q_heads, geometry.head_dim)
-    return {QUERIES: AuxSpec("row", window), DECODED: AuxSpec("row", (), "int32")}
+    return {QUERIES: AuxSpec("row", window), EVICTED_AT: AuxSpec("row", (), "int32")}
 
 
 def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    """Records queries, and how many were decoded since a layer's rows were evicted: layers take turns."""
-    at = written.layer, written.rows
-    decoded = row_aux[DECODED]
+    """Records queries, and where a layer's rows were last evicted: layers take turns, each by what came since."""
+    at, evicted_at = (written.layer, written.rows), row_aux[EVICTED_AT]
     if written.phase == "pack":
+        assert written.next_positions is not None
         evicted = written.head_pages[:, 0, 0] != 0  # a layer with nothing due is packed onto the null page
-        return page_aux, {**row_aux, DECODED: decoded.at[at].set(jnp.where(evicted, 0, decoded[at]))}
-    decoded = decoded.at[at].set(decoded[at] + written.num_valid if written.phase == "token" else 0)
+        now = jnp.where(evicted, written.next_positions, evicted_at[at])
+        return page_aux, {**row_aux, EVICTED_AT: evicted_at.at[at].set(now)}
+    if written.phase == "token":
+        return page_aux, row_aux
+    evicted_at = evicted_at.at[at].set(written.positions[:, 0] + written.num_valid)
     ring = eviction.record_queries(row_aux[QUERIES], written, params.observation_window_size)
-    return page_aux, {**row_aux, QUERIES: ring, DECODED: decoded}
+    return page_aux, {**row_aux, QUERIES: ring, EVICTED_AT: evicted_at}
+
+
+def on_decoded(params: Params, context: DecodedContext) -> Aux:
+    ring = eviction.record_decoded(context.row_aux[QUERIES], context, params.observation_window_size)
+    return {**context.row_aux, QUERIES: ring}
 
 
 def score_rows(params: Params, context: EvictContext) -> jax.Array:
     """Votes for each row, pooled: float32 [1 or kv_heads, capacity]."""
     protected = {"first": params.sink_keep_tokens, "recent": params.recent_keep_tokens}
-    observed = context.row_aux[DECODED] if context.phase == "token" else context.observed
+    observed = context.observed
+    if context.phase == "token":
+        observed = context.next_position - context.row_aux[EVICTED_AT]
     scores = eviction.window_votes(
         context,
         context.row_aux[QUERIES],
@@ -295,6 +306,7 @@ def build(params: Params) -> Method:
         granularity=Granularity.LAYER,
         aux=aux,
         on_write=on_write,
+        on_decoded=on_decoded,
         keep_rows=keep_rows,
         keep_count=keep_count,
         peak=peak,

@@ -21,6 +21,7 @@ from sparsejax.geometry import Geometry
 from sparsejax.method import (
     Aux,
     AuxSpec,
+    DecodedContext,
     EvictContext,
     Method,
     Phase,
@@ -120,11 +121,17 @@ def check(params: Params, geometry: Geometry) -> list[str]:
 
 
 def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    wanted = written.phase == "token" or (written.phase == "chunk" and params.rkv_compress_prompt)
-    if not wanted or not acts(params, geometry):
+    if written.phase != "chunk" or not acts(params, geometry):
         return page_aux, row_aux
     ring = eviction.record_queries(row_aux[QUERIES], written, params.rkv_observation_tokens)
     return page_aux, {**row_aux, QUERIES: ring}
+
+
+def on_decoded(params: Params, context: DecodedContext) -> Aux:
+    if not acts(params, context.geometry):
+        return context.row_aux
+    ring = eviction.record_decoded(context.row_aux[QUERIES], context, params.rkv_observation_tokens)
+    return {**context.row_aux, QUERIES: ring}
 
 
 def due(params: Params, phase: Phase, done_tokens: int) -> bool:
@@ -196,7 +203,8 @@ def build(params: Params) -> Method:
         summary="while decoding, drop rows that the last queries ignore or that later rows repeat",
         paper="arXiv 2505.24133",
         aux=aux,
-        on_write=on_write,
+        on_write=on_write if params.rkv_compress_prompt else None,
+        on_decoded=on_decoded,
         survey=survey if params.rkv_scope == "global" else None,
         keep_rows=keep_rows,
         keep_count=keep_count,

@@ -23,11 +23,11 @@ from sparsejax.geometry import Geometry
 from sparsejax.method import (
     Aux,
     AuxSpec,
+    DecodedContext,
     EvictContext,
     HiddenContext,
     Method,
     Phase,
-    Written,
     choice_param,
     integer_param,
     knob,
@@ -193,11 +193,11 @@ def check(params: Params, geometry: Geometry) -> list[str]:
     return [f"skipkv_sentence_embedding_layer={layer} is none of this model's {geometry.num_layers} layers"]
 
 
-def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    if written.phase != "token" or not params.acts(geometry):
-        return page_aux, row_aux
-    ring = eviction.record_queries(row_aux[QUERIES], written, params.skipkv_observation_tokens)
-    return page_aux, {**row_aux, QUERIES: ring}
+def on_decoded(params: Params, context: DecodedContext) -> Aux:
+    if not params.acts(context.geometry):
+        return context.row_aux
+    ring = eviction.record_decoded(context.row_aux[QUERIES], context, params.skipkv_observation_tokens)
+    return {**context.row_aux, QUERIES: ring}
 
 
 def hidden_layer(params: Params, num_layers: int) -> int:
@@ -374,7 +374,7 @@ def build(params: Params) -> Method:
         summary="while decoding, drop sentences of the answer that later ones repeat",
         paper="arXiv 2512.07993",
         aux=aux,
-        on_write=on_write,
+        on_decoded=on_decoded,
         on_hidden=on_hidden,
         hidden_layer=hidden_layer,
         keep_rows=keep_rows,

@@ -18,6 +18,7 @@ from sparsejax.geometry import Geometry, Granularity
 from sparsejax.method import (
     Aux,
     AuxSpec,
+    DecodedContext,
     EvictContext,
     Method,
     Phase,
@@ -95,10 +96,15 @@ def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
 
 
 def on_write(params: Params, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
-    if written.phase == "pack" or (written.phase == "token" and not params.snapkv_decode_eviction):
+    if written.phase != "chunk":
         return page_aux, row_aux
     ring = eviction.record_queries(row_aux[QUERIES], written, params.observation_window_size)
     return page_aux, {**row_aux, QUERIES: ring}
+
+
+def on_decoded(params: Params, context: DecodedContext) -> Aux:
+    ring = eviction.record_decoded(context.row_aux[QUERIES], context, params.observation_window_size)
+    return {**context.row_aux, QUERIES: ring}
 
 
 def keep_count(params: Params, phase: Phase, lengths: np.ndarray) -> np.ndarray:
@@ -184,6 +190,7 @@ def build(params: Params) -> Method:
         paper="arXiv 2404.14469",
         aux=aux,
         on_write=on_write,
+        on_decoded=on_decoded if params.snapkv_decode_eviction else None,
         keep_rows=keep_rows,
         keep_count=keep_count,
         counted=counted,

@@ -89,7 +89,7 @@ def test_layers_keep_the_best_of_the_same_votes(granularity):
     ring = np.zeros_like(queries)
     ring[np.arange(length - window, length) % window] = queries
     method, _ = registry.resolve("pyramidkv", knobs(case["params"]) | {"decode_keep_tokens": 6})
-    row_aux = {pyramidkv.QUERIES: jnp.asarray(ring), pyramidkv.DECODED: jnp.int32(0)}
+    row_aux = {pyramidkv.QUERIES: jnp.asarray(ring), pyramidkv.EVICTED_AT: jnp.int32(0)}
     context = evict_context(method, rows, row_aux=row_aux, observed=length)
     votes = pyramidkv.score_rows(method.params, context)[0, 1:12]
     np.testing.assert_allclose(votes, case["expected"]["candidate_score"], rtol=1e-5, atol=1e-6)

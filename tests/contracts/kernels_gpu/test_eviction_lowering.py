@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from sparsejax.pallas_kernels import triton_support
+from sparsejax.pallas_kernels.decode_attention import triton_gpu as decode_triton
+from sparsejax.pallas_kernels.key_similarity import triton_gpu as similarity_triton
 from sparsejax.pallas_kernels.layout import PageView
 from sparsejax.pallas_kernels.move_rows import triton_gpu as move_triton
+from sparsejax.pallas_kernels.observed_decode_attention import triton_gpu as observed_triton
 from sparsejax.pallas_kernels.row_scores import triton_gpu as rows_triton
 from tests.contracts.kernels_gpu.cases import row_scaled
 
@@ -126,4 +129,38 @@ def test_moves_lower_in_place(shape, dtype):
     arguments = (pool, ints((2, 1, 50)), ints((2, 1, 9)), ints((2, 1, 4)), ints((8,)))
     text = jax.jit(run, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@triton_kernel_call") == 1
+    assert "output_operand_alias<" in text
+
+
+@lowers
+@pytest.mark.parametrize("fields", [{}, {"own": 8}, {"codes": "uint8", "page": 16}, {"dtype": "float32", "dim": 256}])
+def test_similarity_lowers(fields):
+    _, pools, view, _, _ = call(**fields)
+    config, dtype = similarity_triton.Config(32, 4), fields.get("dtype", "bfloat16")
+
+    def run(pools, table, lengths, offset):
+        at = PageView(table[:1], view.stride, offset, lengths[:1])
+        return similarity_triton.launch(pools, at, 0.5, dtype, "codes" in fields, config, 132, 90)
+
+    arguments = (pools, view.table, view.lengths, view.offset)
+    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 4
+
+
+@lowers
+@pytest.mark.parametrize("fields", [{}, {"own": 8, "group": 7}, {"codes": "uint8", "page": 16}])
+def test_observed_attention_lowers_in_place(fields):
+    q, pools, view, _, _ = call(queries=1, **fields)
+    scores = jax.ShapeDtypeStruct(pools["k"].shape[:2], jnp.float32)
+    config = decode_triton.Config(32, num_stages=3)
+
+    def run(scores, q, pools, table, lengths, offset):
+        at = PageView(table, view.stride, offset, lengths)
+        how = (at, "codes" in fields, 0.1, config, 132, 90)
+        out, lse, logits = decode_triton.launch(q[:, 0], pools, *how, with_logits=True)
+        return out, observed_triton.launch(scores, logits, lse, at, True, 132, 90)
+
+    arguments = (scores, q, pools, view.table, view.lengths, view.offset)
+    text = jax.jit(run, donate_argnums=0).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 3
     assert "output_operand_alias<" in text
