@@ -129,7 +129,7 @@ def test_every_endpoint_is_documented() -> None:
         for method in route.methods - {"HEAD"}  # pyright: ignore[reportAttributeAccessIssue]
     }
     section = (ROOT / "docs" / "api.md").read_text().split("## Endpoints")[1].split("\n## ")[0]
-    assert set(re.findall(r"`(GET|POST) (/[^`]*)`", section)) == routes
+    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", section)) == routes
 
 
 def test_every_request_field_is_documented() -> None:
