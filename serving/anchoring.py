@@ -53,31 +53,35 @@ class Turn:
     Args:
       history: notes it.
       begun: called with the id of the turn's chain when it is known.
-      finished: called with that id, what the client was sent, the ids and the last delta.
+      finished: called with that id, what the client was sent, the ids, whether the last one is hidden, and the last
+        delta.
     """
 
     def __init__(
         self,
         history: History,
         begun: Callable[[str], None],
-        finished: Callable[[str, Any, list[int], Delta], None],
+        finished: Callable[[str, Any, list[int], bool, Delta], None],
     ) -> None:
         self._history = history
         self._begun = begun
         self._finished = finished
         self._chain_id: str | None = None
         self._ids: list[int] = []
+        self._hidden = False  # the last id is not in the text
 
     def add(self, delta: Delta, answer: Any, report: ChainReport | None) -> None:
         """The next delta; `answer` is what the client was sent with it, `report` what is known of the chain."""
         self._ids += delta.piece.token_ids
+        if delta.piece.visible:
+            self._hidden = not delta.piece.visible[-1]
         if report is None:
             return
         if report.state == "gone":
             self._history.forget(report.chain_id)
         elif delta.finish_reason in ("stop", "length"):
             with contextlib.suppress(RecursionError):  # arguments of a tool call that nobody could send back
-                self._finished(report.chain_id, answer, self._ids, delta)
+                self._finished(report.chain_id, answer, self._ids, self._hidden, delta)
         elif self._chain_id is None:
             self._begun(report.chain_id)
         self._chain_id = report.chain_id
@@ -169,7 +173,7 @@ async def text(
         else:
             anchored = anchor_text(tokenizer, history.ledgers, sealed, known)
 
-        def finished(chain_id: str, answer: str, ids: list[int], delta: Delta) -> None:
+        def finished(chain_id: str, answer: str, ids: list[int], hidden: bool, delta: Delta) -> None:
             history.texts.put(chain_id, scope, (sealed + (tokenizer.seal(answer, False) or "")).encode())
 
         turn = Turn(history, lambda chain_id: history.texts.put(chain_id, scope, sealed.encode()), finished)
@@ -206,9 +210,9 @@ def _chat_turn(
 ) -> Turn:
     turn = OpenTurn(history.talks, tokenizer, steps, anchored.ids, anchored.talk)
 
-    def finished(chain_id: str, answer: Any, ids: list[int], delta: Delta) -> None:
+    def finished(chain_id: str, answer: Any, ids: list[int], hidden: bool, delta: Delta) -> None:
         cut = isinstance(delta.stop_reason, str)
-        closed = delta.finish_reason == "stop" and not cut and bool(ids)
+        closed = delta.finish_reason == "stop" and not cut and hidden
         turn.finished(chain_id, answer, ids, closed=closed, cut=cut, skip_special_tokens=skip_special_tokens)
 
     return Turn(history, turn.begun, finished)

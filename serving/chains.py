@@ -16,7 +16,7 @@ from sparsejax import chain_control as control
 from sparsejax.cache.chain import digest_of
 from sparsejax.errors import ChainDisabledError, ChainError, RequestError
 from sparsejax.request import ChainOptions
-from sparsejax.serving import prompts
+from sparsejax.serving import anchoring, prompts
 from sparsejax.serving.append import suffix_ids
 from sparsejax.serving.chain_fields import chain_options, tenant_of
 from sparsejax.serving.endpoint import AppState, app_state, read_body
@@ -93,11 +93,11 @@ async def lookup(http: HTTPRequest) -> Response:
     check_model(body.model, served)
     options = chain_options(body, served, tenant_of(http))
     assert options is not None
-    ids, joint = await _lookup_ids(app, served, body, options)
+    method = body.sparse_method or served.default_method
+    ids, joint = await _lookup_ids(app, served, body, method, options)
     if not ids:
         raise RequestError("there is no token to look up", param="token_ids")
     options = dataclasses.replace(options, append_joint=joint)
-    method = body.sparse_method or served.default_method
     found = await ask(served, lambda chains: control.prospect(chains, options, tuple(ids), method))
     return JSON({"object": "chain.lookup", **dataclasses.asdict(found)})
 
@@ -161,7 +161,7 @@ def _shown(info: control.ChainInfo) -> dict[str, Any]:
 
 
 async def _lookup_ids(
-    app: AppState, served: Served, body: LookupBody, options: ChainOptions
+    app: AppState, served: Served, body: LookupBody, method: str, options: ChainOptions
 ) -> tuple[list[int] | tuple[int, ...], bool]:
     given = [name for name in ("messages", "prompt", "token_ids") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -171,15 +171,21 @@ async def _lookup_ids(
         return body.token_ids, False
     if body.prompt is not None:
         special = not options.append if body.add_special_tokens is None else body.add_special_tokens
-        return await prompts.encode(app.state, served, body.prompt, add_special_tokens=special), False
+        if options.append:
+            return await prompts.encode(app.state, served, body.prompt, add_special_tokens=special), False
+        found = await anchoring.text(app.state, served, body.prompt, method, options, add_special_tokens=special)
+        return list(found.ids), False
     assert body.messages is not None
     if options.append:
         ids, joint = await suffix_ids(
             app.state, served, ChatBody(messages=body.messages, chat_template_kwargs=body.chat_template_kwargs)
         )
         return list(ids), joint
-    variables = body.chat_template_kwargs
-    ids = await prompts.render(
-        app.state, served, body.messages, add_generation_prompt=body.add_generation_prompt, variables=variables
+    conversation = prompts.conversation(
+        served,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
     )
-    return ids, False
+    found = await anchoring.chat(app.state, served, conversation, method, options)
+    return list(found.ids), False

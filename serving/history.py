@@ -197,13 +197,14 @@ def anchor_text(tokenizer: Tokenizer, texts: LedgerTexts, text: str, known: Know
 
 def _behind(tokenizer: Tokenizer, end: End, known: Known, rest: str) -> tuple[int, str]:
     """How many ids stand for a matched turn, and the text behind them; `rest` is the template's, behind the answer."""
-    if not end.closed:
-        return end.tokens, end.tail + rest
-    closing = tokenizer.sealed_bytes(int(known.ledger[end.tokens - 1])).decode()
-    if rest.startswith(closing):
-        return end.tokens, rest[len(closing) :]
-    # The template ends an answer in another way than the model did. A last id without a row is taken back.
-    return end.tokens - (known.processed < end.tokens), rest
+    at, closing = end.tokens, end.closing
+    if closing is None:
+        return at, end.tail + rest
+    # What the template writes instead of the id that ended the answer takes its place, unless it has a row.
+    stays = at < min(known.processed, len(known.ledger)) and int(known.ledger[at]) == closing
+    if stays and not rest.startswith(tokenizer.sealed_bytes(closing).decode()):
+        return at + 1, rest
+    return at, rest
 
 
 def _anchor(

@@ -35,16 +35,16 @@ class End:
 
     Attributes:
       messages: so many messages it covers, the last one its answer.
-      tokens: ledger ids that stand for them.
+      tokens: ledger ids that stand for them, without one that only ended the answer.
       digest: of these ids.
-      closed: the last id ended the answer and is not part of its text.
+      closing: the id that ended the answer and is not part of its text, or None.
       tail: end of the answer's text that no whole token stands for: a stop string cut a token.
     """
 
     messages: int
     tokens: int
     digest: bytes
-    closed: bool = False
+    closing: int | None = None
     tail: str = ""
 
 
@@ -183,10 +183,13 @@ class OpenTurn:
                     ids = ids[:whole]
                     break
                 tail = tail[len(piece) :]
+        closing = None
+        if closed and not cut:
+            *ids, closing = ids
         self._steps.add(answer)
         self._hash.update(np.asarray(ids, "<u4").tobytes())
         messages, tokens = len(self._steps.steps), self._tokens + len(ids)
-        end = End(messages, tokens, self._hash.digest(), closed, tail.decode(errors="replace"))
+        end = End(messages, tokens, self._hash.digest(), closing, tail.decode(errors="replace"))
         self._talks.put(chain_id, Talk((*self._asked, self._steps.steps[-1]), (*self._ends, end)))
 
 
