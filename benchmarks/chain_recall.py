@@ -44,7 +44,7 @@ QUICK: dict[str, Any] = {
     "most_tried": 2,
     "turns": 5,
     "look_after": 3,
-    "turn_tokens": 300,
+    "turn_tokens": 120,
     "budget": 64,
     "recall_budget": 64,
 }
