@@ -201,7 +201,7 @@ class ProbeRow:
 
 @dataclasses.dataclass(frozen=True)
 class LendPages:
-    """Copy dropped rows into pages of the pool, which no row has yet.
+    """Copy dropped rows into pages of the pool, which no row has yet: from the device where all are `fresh` there.
 
     Attributes:
       pages: int32 [layers, heads, columns], -1 where a head has fewer.

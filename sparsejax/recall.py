@@ -101,8 +101,7 @@ class Recall:
         options = seq.group.request.chain
         if options is None or options.recall == "off" or not seq.group.facts.evicts:
             return
-        # Copies of the records: what is given up meanwhile is still there for this turn.
-        pages = tuple(EvictedPages(p.payload, p.counts, p.nbytes) for p in seq.evicted if not p.lost)
+        pages = _copies(seq.evicted)
         seq.recall = Recalled(options.recall_budget, pages, began_s=self._clock())
         if len(pages) < len(seq.evicted):
             seq.recall.reason = "lost"
@@ -155,10 +154,13 @@ class Recall:
 
     def _columns(self, seq: Sequence, recall: Recalled, most: int) -> np.ndarray:
         """int32 [layers, heads] of the granularity: pages that each head gets if none may have more than `most`."""
+        return np.minimum(self._columns_of(seq, recall.pages), np.int32(most))
+
+    def _columns_of(self, seq: Sequence, pages: tuple[EvictedPages, ...]) -> np.ndarray:
+        """int32 [layers, heads] of the granularity: so many of the pages are there."""
         layers, heads = self._geometry.table_shape(seq.group.facts.granularity)
-        available = held(recall.pages).sum(2).astype(np.int32)
         split = layers, self._geometry.num_layers // layers, heads, self._geometry.num_kv_heads // heads
-        return np.minimum(available.reshape(split).min((1, 3)), most).astype(np.int32)
+        return held(pages).sum(2).reshape(split).min((1, 3)).astype(np.int32)
 
     # The loan.
 
@@ -177,10 +179,8 @@ class Recall:
         recall.columns = columns
         if not columns.any():
             return
-        loan = RowPages(self._memory.pool, pages.granularity)
-        loan.restore(columns * self._geometry.page_size)
-        seq.loan = loan
-        table = loan.padded(-1)
+        seq.loan = RowPages(self._memory.pool, pages.granularity)
+        table = seq.loan.extend(columns)
         best = recall.order[:, :, : table.shape[2]]
         there = np.arange(table.shape[2]) < self._spread(columns)[..., None]
         # Oldest first, as if they had never left.
@@ -231,8 +231,31 @@ class Recall:
             return
         self._take_away(seq)
         yield
-        if seq.loan is not None:
-            self._put_in_front(seq)
+        self._join(seq, seq.recall)
+        self._put_in_front(seq)
+
+    def _join(self, seq: Sequence, recall: Recalled) -> None:
+        """What was dropped meanwhile stays with a turn that was lent everything."""
+        pages, recall.joining = recall.joining, ()
+        if not pages:
+            return
+        assert seq.loan is not None
+        assert recall.columns is not None
+        more = self._columns_of(seq, pages)
+        self._memory.shrink(seq)
+        while not self._memory.fits_beside(seq, int(more.sum())):
+            if not self._make_room(seq):
+                recall.reason = "no room"
+                break
+        else:
+            table = seq.loan.extend(more)
+            index = np.arange(table.shape[2], dtype=np.int32)
+            entries = np.where(index < self._spread(more)[..., None], index, np.int32(-1))
+            call_runner(self._runner.lend, seq.group.method, LendPages(table, pages, entries))
+            recall.pages += _copies(pages)
+            recall.columns, recall.order = recall.columns + more, None
+        for some in pages:
+            some.fresh = None
 
     def withdraw(self, seq: Sequence) -> None:
         """The row gives its loan back, before it leaves its place or because others need the room."""
@@ -281,9 +304,15 @@ class Recall:
 
     def keep(self, seq: Sequence, pages: tuple[EvictedPages, ...]) -> None:
         """A compaction dropped these."""
-        if pages:
-            self.store.add(pages)
-            seq.evicted += pages
+        if not pages:
+            return
+        self.store.add(pages)
+        seq.evicted += pages
+        if seq.loan is not None and seq.recall is not None and seq.recall.budget == "all":
+            seq.recall.joining = pages
+            return
+        for some in pages:
+            some.fresh = None
 
     def forget(self, seq: Sequence) -> None:
         """The choice is over: what it held of dropped rows is its chain's now, or nobody's."""
@@ -325,6 +354,11 @@ class Recall:
                 raise IntegrityError("lent pages stand before no row")
             if seq.loan is None and recall is not None and recall.in_front:
                 raise IntegrityError("a row reads lent pages that went back")
+
+
+def _copies(pages: tuple[EvictedPages, ...]) -> tuple[EvictedPages, ...]:
+    """Records of the same rows for one turn, which keep what is given up meanwhile."""
+    return tuple(EvictedPages(some.payload, some.counts, some.nbytes) for some in pages if not some.lost)
 
 
 def prepare(group: Group, limits: RunnerLimits, settings: EngineSettings) -> None:

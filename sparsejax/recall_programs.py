@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class RecallPrograms:
                 continue
             found += [self._spill(name, phase, kept) for phase, kept in sorted(self._most_kept[name].items())]
             found += [self._pack(name, pages) for pages in PACKED_PAGES]
+            found += [self._adopt(name, pages) for pages in PACKED_PAGES]
             found += [self._probe(name), self._front(name)]
             found += [self._score(pages) for pages in PACKED_PAGES]
             if _aux_names(statics.method, self._geometry, "page"):
@@ -107,6 +109,16 @@ class RecallPrograms:
 
         key, label = ("pack", name, pages, width), f"pack[{name} pages={pages}]"
         return Program("pack", key, label, recall_steps.pack_rows, args, {"pages": pages})
+
+    def _adopt(self, name: str, pages: int) -> Program:
+        def args() -> tuple:
+            pack = self._pack(name, pages)
+            statics, state, *rest = pack.args()
+            packed = jax.eval_shape(functools.partial(pack.function, statics, **pack.static), state, *rest)
+            ids = np.zeros((self._geometry.num_layers, self._geometry.num_kv_heads, pages), np.int32)
+            return self._runner.state, packed, ids
+
+        return Program("adopt", ("adopt", name, pages), f"adopt[{name} pages={pages}]", recall_steps.adopt_pages, args)
 
     @property
     def _probe_tokens(self) -> int:
@@ -187,9 +199,9 @@ class RecallPrograms:
         while first < per_head.max():
             size = next(n for n in PACKED_PAGES if n <= per_head.max() - first)
             program = self._pack(name, size, self._width(name, kept))
-            block = transfers.to_host(self._call(program, self._runner.state, where, np.int32(first)))
+            block = self._call(program, self._runner.state, where, np.int32(first))
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
-            packed.append(EvictedPages(block, np.clip(per_head - first, 0, size), nbytes))
+            packed.append(EvictedPages(transfers.to_host(block), np.clip(per_head - first, 0, size), nbytes, block))
             first += size
         return tuple(packed)
 
@@ -220,16 +232,30 @@ class RecallPrograms:
         entries = in_order(plan.entries)
         layer, head, _ = (in_order(index) for index in np.indices(plan.entries.shape))
         moved, start = 0, 0
+        if all(pages.fresh is not None for pages in plan.source):
+            for pages in plan.source:
+                mine = (entries >= start) & (entries < start + pages.width)
+                ids = np.zeros((*pages.counts.shape, pages.width), np.int32)
+                ids[layer[mine], head[mine], entries[mine] - start] = head_pages[mine]
+                program = self._adopt(name, pages.width)
+                runner.state = self._call(program, runner.state, pages.fresh, ids)
+                start += pages.width
+            self._build_page_aux(name, plan.pages)
+            return 0
         for ids in runner._blocks(head_pages):
             block = slice(start, start + len(ids))
             content, nbytes = self._gather(method, plan.source, layer[block], head[block], entries[block], len(ids))
             runner.state = runner._run("import_rows", None, transfers.import_rows, ids, content)
             moved, start = moved + nbytes, start + len(ids)
-        if _aux_names(method, geometry, "page"):
-            lengths = (there.sum(2) * geometry.page_size).astype(np.int32)
-            program = self._page_aux(name)
-            runner.state = self._call(program, runner.state, runner._whole_table(name, plan.pages), lengths)
+        self._build_page_aux(name, plan.pages)
         return moved
+
+    def _build_page_aux(self, name: str, pages: np.ndarray) -> None:
+        """What the method keeps of each page; `pages` as in `LendPages`."""
+        if _aux_names(self._statics[name].method, self._geometry, "page"):
+            lengths = ((pages >= 0).sum(2) * self._geometry.page_size).astype(np.int32)
+            program, table = self._page_aux(name), self._runner._whole_table(name, pages)
+            self._runner.state = self._call(program, self._runner.state, table, lengths)
 
     def _gather(
         self,

@@ -4,6 +4,7 @@
     packed = pack_rows(statics, state, dropped, first, pages=...)
     state, queries = probe_rows(statics, weights, state, tokens, numbers, updates)
     scores = score_pages(queries, count, low, high)
+    state = adopt_pages(state, packed, head_pages)
     state = build_page_aux(statics, state, table, lengths)
     state = set_table(state, row, table, lengths, shift, granularity=..., counters=...)
 
@@ -83,6 +84,7 @@ def spill_step(
     name = statics.method.granularity.value
     table, lengths = state.tables[name][:, :, inputs.row], state.lengths[name][:, :, inputs.row]
     state, rows = compact(statics, state, inputs, phase, kept, asked)
+    rows = jnp.broadcast_to(rows, (rows.shape[0], statics.geometry.num_kv_heads, rows.shape[2]))
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, width - rows.shape[2])))
     return state, Dropped(rows, table, lengths, jnp.minimum(inputs.kept, lengths))
 
@@ -124,6 +126,22 @@ def pack_rows(statics: Statics, state: KVState, dropped: Dropped, first: jax.Arr
     return PackedPages(
         {name: found[name] for name in state.pools}, {name: found[name] for name in per_token(statics)}, low, high
     )
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def adopt_pages(state: KVState, packed: PackedPages, head_pages: jax.Array) -> KVState:
+    """Writes packed rows into pages of the pool.
+
+    Args:
+      state: donated.
+      packed: from `pack_rows`.
+      head_pages: int32 [num_layers, kv_heads, pages]; 0 for what is not to be written.
+    """
+
+    def write(arrays: dict[str, jax.Array], rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: a.at[head_pages].set(rows[name]) if name in rows else a for name, a in arrays.items()}
+
+    return state.replace(pools=write(state.pools, packed.pools), page_aux=write(state.page_aux, packed.page_aux))
 
 
 def _probe_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:

@@ -189,6 +189,18 @@ class RowPages:
         self.lengths = lengths.copy()
         self.room = int((self.columns * self.page_size - self.lengths).min())
 
+    def extend(self, pages: np.ndarray) -> np.ndarray:
+        """Takes so many more pages for each head, int32 [layers, heads], all full of rows that come from elsewhere.
+
+        Returns their ids, int32 [layers, heads, most], -1 past the end. The pages before must be full.
+        """
+        before = self.columns
+        self._place(pages, self._pool.alloc(self.granularity, int(pages.sum())))
+        self.lengths = (self.lengths + pages * self.page_size).astype(np.int32)
+        index = np.arange(int(pages.max()))
+        columns = np.minimum(before[..., None] + index, self.table.shape[-1] - 1)
+        return np.where(index < pages[..., None], np.take_along_axis(self.table, columns, 2), np.int32(-1))
+
     def refresh_shared(self) -> None:
         """Looks whether another row really holds some of the pages."""
         self.shared = bool((self._pool.references(self.granularity, self.held()) > 1).any())

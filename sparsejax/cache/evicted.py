@@ -23,12 +23,14 @@ class EvictedPages:
       payload: the rows, opaque; None once they were given up for want of memory.
       counts: int32 [num_layers, num_kv_heads], pages of each head, all of them full.
       nbytes: of host memory.
+      fresh: the same rows on the device, right after they were dropped, until somebody lets go of them.
       age: the lower, the longer ago they were needed.
     """
 
     payload: Any
     counts: np.ndarray
     nbytes: int
+    fresh: Any = None
     age: int = -1
 
     @property
@@ -130,6 +132,7 @@ class Recalled:
       ticket: of the scores that it will be made of.
       scored: there were scores; without them everything is lent.
       columns: int32 [layers, heads] of the granularity, pages lent to each head; None before that is decided.
+      joining: pages that were dropped just now and stay with the turn.
       in_front: the lent pages stand before the row's own in its table on the device.
       began_s, seconds: when it began, and how long it took until the rows were there.
       bytes_moved: to the device.
@@ -142,6 +145,7 @@ class Recalled:
     ticket: ScoreTicket | None = None
     scored: bool = False
     columns: np.ndarray | None = None
+    joining: tuple[EvictedPages, ...] = ()
     in_front: bool = False
     began_s: float = 0.0
     seconds: float = 0.0
