@@ -42,10 +42,11 @@ class Talk:
         self.chains = self.bench.scheduler.chains
         self.index = self.chains.index
         self.index.ids._random = iter_bytes()
+        self.options: dict = {}  # of every chain
 
     def send(self, ids, max_tokens: int | None = 8, method: str | None = None, chain_id=None, **options) -> str:
         params = {name: options.pop(name) for name in ("seed", "stop_token_ids") if name in options}
-        chain = ChainOptions(chain_id, **options)
+        chain = ChainOptions(chain_id, **self.options | options)
         return self.bench.submit(list(ids), max_tokens, method, chain=chain, **params)
 
     def report(self, request_id: str):
@@ -578,7 +579,11 @@ engine_settings = st.builds(
 )
 @given(engine_settings, machines, st.lists(operations, min_size=12, max_size=40))
 def test_random_programs(settings_: EngineSettings, machine: dict, program: list[tuple]) -> None:
-    talk = Talk(settings_, **machine)
+    run_program(Talk(settings_, **machine), settings_, program)
+
+
+def run_program(talk: Talk, settings_: EngineSettings, program: list[tuple]) -> None:
+    """Carries a program out, checks the books after every operation and all answers at the end."""
     bench = talk.bench
     sent: dict[str, tuple[list[int], int]] = {}
     for operation, *args in program:
