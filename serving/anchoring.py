@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sparsejax.detokenize import Delta
 from sparsejax.errors import EngineDeadError
 from sparsejax.request import ChainOptions, ChainReport
@@ -131,14 +133,14 @@ async def chat(
             ledger = known.ledger.tolist()
             whole = [*ledger, *(ids[1:] if joint and ledger[-1:] == ids[:1] else ids)]
             anchored = Anchored(whole, len(ledger), talk.beginning(talk.agreed(steps.steps)))
-            turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
+            turn = _chat_turn(history, tokenizer, steps, anchored, known, skip_special_tokens)
             return Prompt(ids, options, turn)
         if known is None:
             text, _ = conversation.sealed(tokenizer)
             anchored = Anchored(tokenizer.encode_sealed(text))
         else:
             anchored = anchor_chat(tokenizer, history.ledgers, conversation, steps.steps, known, talk, match)
-        turn = _chat_turn(history, tokenizer, steps, anchored, skip_special_tokens)
+        turn = _chat_turn(history, tokenizer, steps, anchored, known, skip_special_tokens)
         return Prompt(anchored.ids, chain, turn, anchored.message)
 
     return await prompts.in_pool(state, work)
@@ -206,9 +208,15 @@ def _tail(talk: Talk, known: Known | None) -> str:
 
 
 def _chat_turn(
-    history: History, tokenizer: Tokenizer, steps: Steps, anchored: Anchored, skip_special_tokens: bool
+    history: History,
+    tokenizer: Tokenizer,
+    steps: Steps,
+    anchored: Anchored,
+    known: Known | None,
+    skip_special_tokens: bool,
 ) -> Turn:
-    turn = OpenTurn(history.talks, tokenizer, steps, anchored.ids, anchored.talk)
+    kept = known.ledger[: anchored.kept] if known else np.zeros(0, np.uint32)
+    turn = OpenTurn(history.talks, tokenizer, steps, anchored.ids, kept, anchored.talk)
 
     def finished(chain_id: str, answer: Any, ids: list[int], hidden: bool, delta: Delta) -> None:
         cut = isinstance(delta.stop_reason, str)

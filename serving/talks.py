@@ -134,11 +134,13 @@ class OpenTurn:
       talks: where to.
       tokenizer: of the server.
       steps: of the request's messages.
-      ids: of the request.
+      ids: of the request; the first of them are `kept`, uint32.
       old: what its chain had of the messages it begins with.
     """
 
-    def __init__(self, talks: Talks, tokenizer: Spelling, steps: Steps, ids: Sequence[int], old: Talk) -> None:
+    def __init__(
+        self, talks: Talks, tokenizer: Spelling, steps: Steps, ids: Sequence[int], kept: np.ndarray, old: Talk
+    ) -> None:
         self._talks = talks
         self._tokenizer = tokenizer
         self._steps = steps
@@ -147,7 +149,8 @@ class OpenTurn:
         self._asked = tuple(Step(new.digest, new.thought or known.thought) for new, known in pairs)
         self._ends = old.ends
         self._tokens = len(ids)
-        self._hash = hashlib.blake2b(np.asarray(ids, "<u4").tobytes(), digest_size=16)
+        self._hash = hashlib.blake2b(np.asarray(kept, "<u4").tobytes(), digest_size=16)
+        self._hash.update(np.asarray(ids[len(kept) :], "<u4").tobytes())
 
     def begun(self, chain_id: str) -> None:
         """The turn has a chain: from now on it is found by the request's messages."""

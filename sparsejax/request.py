@@ -310,6 +310,8 @@ class Request:
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """JAX clamps bad ids silently, so they must be caught here."""
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return  # twice as fast as to look at each, which the event loop waits for
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(f"{param}[{i}]={token!r} is not a token id in [0, {vocab_size - 1}]", param=param)

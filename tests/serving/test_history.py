@@ -102,12 +102,16 @@ class Talking:
             self.tokenizer, self.history.ledgers, conversation, self.steps.steps, self.known, talk, self.match
         )
 
+    def open(self, anchored: Anchored) -> OpenTurn:
+        kept = self.ledger[: anchored.kept]
+        return OpenTurn(self.history.talks, self.tokenizer, self.steps, anchored.ids, kept, anchored.talk)
+
     def turn(
         self, messages: list[dict[str, Any]], answer: list[int], message: dict[str, Any], name: str = "c", **end: Any
     ) -> Anchored:
         """A whole turn: `answer` are the generated ids, `message` is what the client gets."""
         anchored = self.ask(messages)
-        turn = OpenTurn(self.history.talks, self.tokenizer, self.steps, anchored.ids, anchored.talk)
+        turn = self.open(anchored)
         turn.begun(name)
         turn.finished(name, {"role": "assistant", **message}, answer, **{"closed": True, **end})
         self.prompts.append(len(anchored.ids))
@@ -344,7 +348,7 @@ def test_an_interrupted_answer_is_kept_to_the_last_state(smollm2: Tokenizer) -> 
     """Example n: the client got less than was generated."""
     talking = Talking(smollm2)
     anchored = talking.ask(HELLO)
-    OpenTurn(talking.history.talks, smollm2, talking.steps, anchored.ids, anchored.talk).begun("c")
+    talking.open(anchored).begun("c")
     talking.prompts.append(len(anchored.ids))
     talking.ledger = np.asarray([*anchored.ids, *answer_ids(smollm2, "One two three")[:-1]], np.uint32)
     partial = [*HELLO, {"role": "assistant", "content": "One two three"}, MORE]
