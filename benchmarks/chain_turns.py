@@ -33,7 +33,7 @@ import httpx
 from benchmarks import common, lines, quiet
 from benchmarks.conversation import Script, script
 from benchmarks.load import client
-from benchmarks.served import PATH, Conversation, Model, Server, model_of, quick_server, without_opening
+from benchmarks.served import PATH, Conversation, Model, Server, forget, model_of, quick_server, without_opening
 from benchmarks.turn_rows import Row, Side, by_turn, goals, late, plot, reasons, row_of, same
 
 LEAST_TOKENS = 6000
@@ -75,6 +75,7 @@ class Bench:
         self.arguments, self.model, self.sides = arguments, model, list(sides)
         self.count = without_opening(model.counter.count)
         self.rows: list[Row] = []
+        self.talks: list[Conversation] = []
         self.failures: list[dict[str, Any]] = []
 
     def script(self, number: int) -> Script:
@@ -93,7 +94,8 @@ class Bench:
         fields = {"model": self.model.name, "sparse_method": side.spec, "temperature": 0.0}
         # An answer's end would make turns differ: as many tokens as asked for, and none that the text does not show.
         fields |= {"max_tokens": length, "min_tokens": length, **self.arguments.extra_body}
-        return Conversation(of, fields, {} if side.chained else None)
+        self.talks.append(Conversation(of, fields, {} if side.chained else None))
+        return self.talks[-1]
 
     async def ask(
         self, sender: client.Client, side: Side, talk: Conversation, number: int, turn: int, short: bool
@@ -149,17 +151,24 @@ class Bench:
             await self.short(sender, side, self.script(-1), -1, 2)
         self.rows.clear()
 
+    def forget(self, http: httpx.Client, root: str) -> None:
+        """Ends all chains so far."""
+        forget(http, root, self.talks)
+        self.talks.clear()
+
 
 async def measure_turns(arguments: argparse.Namespace, sides: Sequence[Side]) -> tuple[dict[str, Any], Bench]:
     with Server(server_options(arguments, sides)) as server, httpx.Client(timeout=60, trust_env=False) as http:
         bench = Bench(arguments, model_of(http, server.root), sides)
         async with client.Client(server.root, PATH, None, arguments.timeout_s) as sender:
             await bench.warm_up(sender)
+            bench.forget(http, server.root)
             others = []
             for number in range(arguments.rounds):
                 before = quiet.usage([server.pid])
                 await bench.round(sender, number)
                 others.append(quiet.others_share(before, quiet.usage([server.pid])))
+                bench.forget(http, server.root)
     result: dict[str, Any] = {"sides": {}, "others_cpu_share": others, "failures": bench.failures}
     for side in sides:
         own = [row for row in bench.rows if row.side == side.name]
@@ -265,7 +274,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields to add to requests")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.svg")
     parser.add_argument("--quick", action="store_true", help="small random model and few turns: a smoke test")
-    default = ["--max-num-seqs", "8", "--kv-cache-memory-bytes", "3GiB"]
+    default = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", "1536MiB"]
     parser.add_argument("--server-options", nargs=argparse.REMAINDER, default=default, help="must come last")
 
 

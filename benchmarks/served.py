@@ -156,6 +156,13 @@ def tokens_of(http: httpx.Client, root: str, model: str, messages: Sequence[Mess
     return len(http.post(f"{root}/tokenize", json=body).raise_for_status().json()["tokens"])
 
 
+def forget(http: httpx.Client, root: str, talks: Sequence[Conversation]) -> None:
+    """Ends the chains of conversations that are over, so that their rows are in nobody's way."""
+    for talk in talks:
+        if talk.chain_id is not None:
+            http.delete(f"{root}/v1/chains/{talk.chain_id}").raise_for_status()
+
+
 def without_opening(count: Count) -> Count:
     """Counts tokens without those that open a prompt."""
     opening = count("")

@@ -16,6 +16,7 @@ from benchmarks.chain_recall import Found
 from benchmarks.load import client
 from benchmarks.served import Conversation, without_opening
 from benchmarks.turn_rows import Row, Side
+from tests.benchmarks.test_smoke import run
 
 
 def words(text: str) -> int:
@@ -377,3 +378,52 @@ def test_recall_budgets_are_rows_or_all():
     assert [chain_recall.budget(text) for text in ("64", "all")] == [64, "all"]
     with pytest.raises(argparse.ArgumentTypeError):
         chain_recall.budget("some")
+
+
+# Against servers of our own, with random weights
+
+
+@pytest.mark.slow
+def test_turns_of_a_killed_server_go_on(tmp_path):
+    found = run("chain_turns", tmp_path, "--quick", "--plot", tmp_path / "turns.svg")
+    assert found["valid"], found["invalid_because"]
+    assert set(found["sides"]) == {"snapkv 128", "h2o 128", "streamingllm 128", "dense", "dense, no chains"}
+    for name, side in found["sides"].items():
+        last = side["last"]
+        assert last["over_short"]["ratio"] > 0
+        if side["chained"]:
+            assert [turn["turn"] for turn in side["turns"]] == [1, 2, 3, 4, 5, 6]
+            before, turn = side["turns"][-2:]
+            assert turn["cached_tokens"][0] == before["prompt_tokens"][0] + before["output_tokens"][0] - 1, name
+            assert last["prefilled_tokens"] == last["short_prefilled_tokens"]
+        else:
+            assert [turn["turn"] for turn in side["turns"]] == [1, 6]
+            assert last["prefilled_tokens"] == last["prompt_tokens"]
+    assert found["restart"]["disk_bytes"] > 0
+    for one in found["restart"]["sides"].values():
+        assert one["cached_tokens"] == one["unkilled_cached_tokens"] > 0
+        assert one["same_text"] == [True, True]
+    assert (tmp_path / "turns.svg").read_text("utf-8").startswith("<svg")
+
+
+@pytest.mark.slow
+def test_agents_in_a_small_cache(tmp_path):
+    found = run("agents", tmp_path, "--quick")
+    assert found["valid"], found["invalid_because"]
+    chains = found["chains"]
+    assert (chains["turns"], chains["lost_chains"], chains["failed_requests"]) == (24, 0, 0)
+    assert chains["first_turns_with_reuse"] == 6
+    assert chains["prefilled_over_needed"] == pytest.approx(1.0, abs=0.02)
+    assert found["no_chains"]["requests"] == 6
+    assert found["over"]["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_recall_of_a_random_model(tmp_path):
+    found = run("chain_recall", tmp_path, "--quick")
+    assert found["cases"] == 2
+    assert found["valid"], found["invalid_because"]
+    assert found["sides"]["dense"]["within_5_percent"][0] == 1.0
+    for name in ("snapkv 64", "h2o 64", "streamingllm 64"):
+        assert found["sides"][f"{name}, off"]["fact_rows_held"] < 0.5
+        assert found["sides"][f"{name}, recall 64"]["recall_means"]["lent_rows"] > 0
