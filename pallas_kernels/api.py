@@ -6,7 +6,10 @@ pages and KV splits compose. Implementations live in a folder per operation; `re
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 
 from sparsejax.pallas_kernels.block_sparse_attention.tiles import num_tiles, pack_queries, packed_positions
 from sparsejax.pallas_kernels.choice import IMPLEMENTATIONS, UnavailableError, choose, chosen, expected
@@ -28,6 +31,7 @@ __all__ = [
     "key_similarity",
     "logit_threshold",
     "merge",
+    "move_layers",
     "move_rows",
     "num_tiles",
     "observed_decode_attention",
@@ -426,6 +430,36 @@ def move_rows(
     """
     module = choose("move_rows", implementation, pools, rows, target)
     return module.move_rows(pools, rows, source, target)
+
+
+def move_layers(
+    pools: Pools,
+    rows: jax.Array,
+    views: Callable[[jax.Array], tuple[PageView, PageView]],
+    *,
+    implementation: str | None = None,
+) -> dict[str, jax.Array]:
+    """`move_rows` of one sequence in all layers: at once where that needs no more memory, else one after the other.
+
+    Args:
+      pools, implementation: as in `move_rows`.
+      rows: int32 [layers, kv_heads or 1, kept].
+      views: layer -> source and target, with a batch of 1. No target has a page in common with any source.
+
+    Returns:
+      the pools.
+
+    Raises:
+      ValueError: as in `move_rows`.
+    """
+    module = choose("move_rows", implementation, pools, rows[:1], views(jnp.int32(0))[1])
+    if hasattr(module, "move_layers"):
+        return module.move_layers(pools, rows, views)
+
+    def move(layer: jax.Array, pools: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return module.move_rows(pools, rows[layer][None], *views(layer))
+
+    return jax.lax.fori_loop(0, rows.shape[0], move, dict(pools))
 
 
 def page_bounds(

@@ -340,9 +340,8 @@ class _Eviction(NamedTuple):
         method = self.statics.method
         return layer_view(self.statics.geometry, method.granularity, self.table, self.lengths, layer)
 
-    def context(self, layer: jax.Array, cache: Cache, counts: jax.Array, survey: jax.Array | None) -> EvictContext:
-        """`cache` may have seen the compaction of other layers."""
-        view = self.view(layer)
+    def context(self, layer: jax.Array, counts: jax.Array, survey: jax.Array | None) -> EvictContext:
+        cache, view = self.cache, self.view(layer)
         return EvictContext(
             geometry=self.statics.geometry,
             phase=self.phase,
@@ -373,7 +372,7 @@ class _Eviction(NamedTuple):
         counts = jnp.full(self.lengths.shape[1], self.kept, jnp.int32)
 
         def of(layer):
-            return survey(method.params, self.context(layer, self.cache, counts, None))
+            return survey(method.params, self.context(layer, counts, None))
 
         def add(layer, total):
             return jnp.maximum(total, of(layer)) if method.survey_reduction == "max" else total + of(layer)
@@ -404,7 +403,7 @@ def count_step(
 
     def of(layer):
         assert method.count_rows is not None
-        return method.count_rows(method.params, eviction.context(layer, eviction.cache, most, survey))
+        return method.count_rows(method.params, eviction.context(layer, most, survey))
 
     return jax.lax.map(of, jnp.arange(statics.geometry.num_layers, dtype=jnp.int32))
 
@@ -454,25 +453,26 @@ def compact(
     survey = eviction.survey()
     keep_rows = method.keep_rows
     assert keep_rows is not None
-    moving = per_token(statics)
 
-    def body(layer, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
-        cache, stayed = carry
-        old, new = eviction.view(layer), layer_view(geometry, method.granularity, new_table, kept_lengths, layer)
-        wanted = new.lengths[0]
+    def new_view(layer: jax.Array, lengths: jax.Array = kept_lengths) -> PageView:
+        return layer_view(geometry, method.granularity, new_table, lengths, layer)
+
+    def views(layer: jax.Array) -> tuple[PageView, PageView]:
+        return eviction.view(layer), new_view(layer)
+
+    def choose(layer: jax.Array) -> jax.Array:
+        """The rows of one layer that stay, int32 [heads or 1, most]."""
+        old, new = views(layer)
+        wanted = new if asked is None else new_view(layer, asked[:, :, None])
+        context = eviction.context(layer, jnp.minimum(wanted.lengths[0], kept), survey)
+        keep = keep_rows(method.params, context)
         if asked is not None:
-            wanted = layer_view(geometry, method.granularity, new_table, asked[:, :, None], layer).lengths[0]
-        context = eviction.context(layer, cache, jnp.minimum(wanted, kept), survey)
-        keep = keep_rows(method.params, context)[None]  # [1, heads or 1, kept]
-        if asked is not None:
-            keep = keep_more(keep[0], context.counts, new.lengths[0], old.lengths[0], most)[None]
-            stayed = stayed.at[layer].set(keep[0])
-        rows = {**cache.pools, **{aux_name: cache.page_aux[aux_name] for aux_name in moving}}
-        rows = api.move_rows(rows, keep, old, new, implementation=statics.implementation)
-        page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
-        cache = cache._replace(pools=rows, page_aux=page_aux)
-        if method.on_write is None and method.rotary == "position":
-            return cache, stayed
+            keep = keep_more(keep, context.counts, new.lengths[0], old.lengths[0], most)
+        return keep
+
+    def pack(layer: jax.Array, cache: Cache) -> Cache:
+        """Rebuilds what belongs to the rows of one layer."""
+        new = new_view(layer)
         # Read where they went, not where they came from: then nothing needs the pools as they were.
         target = new.pages_at(columns)  # [1, kv_heads, kept]
         target = jnp.where(index[None, None] < new.lengths[:, :, None], target, 0)
@@ -480,12 +480,13 @@ def compact(
         positions = rows.pop(POSITIONS)
         keys, values = load_tile(statics)(rows, layer)
         if method.rotary == "row":
-            keys = get_architecture(statics.spec.architecture).turn(statics.spec, keys, index[None, None] - keep)
+            moved_up = index[None, None] - stayed[layer][None]
+            keys = get_architecture(statics.spec.architecture).turn(statics.spec, keys, moved_up)
             payload = statics.storage.encode(statics.storage.params, geometry, layer, keys, values)
             turned = {pool: cache.pools[pool].at[target, offsets].set(rows) for pool, rows in payload.items()}
             cache = cache._replace(pools=cache.pools | turned)
         if method.on_write is None:
-            return cache, stayed
+            return cache
         written = Written(
             phase="pack",
             rows=row[None],
@@ -500,11 +501,16 @@ def compact(
             next_positions=eviction.state.positions[row][None],
         )
         page_aux, row_aux = method.on_write(method.params, geometry, cache.page_aux, cache.row_aux, written)
-        return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux)), stayed
+        return cache._replace(page_aux=dict(page_aux), row_aux=dict(row_aux))
 
-    heads = geometry.num_kv_heads if asked is not None else 0
-    stayed = jnp.zeros((geometry.num_layers, heads, most), jnp.int32)
-    cache, stayed = jax.lax.fori_loop(0, geometry.num_layers, body, (eviction.cache, stayed))
+    stayed = jax.lax.map(choose, jnp.arange(geometry.num_layers, dtype=jnp.int32))
+    cache = eviction.cache
+    rows = {**cache.pools, **{aux_name: cache.page_aux[aux_name] for aux_name in per_token(statics)}}
+    rows = api.move_layers(rows, stayed, views, implementation=statics.implementation)
+    page_aux = {aux_name: rows.pop(aux_name, array) for aux_name, array in cache.page_aux.items()}
+    cache = cache._replace(pools=rows, page_aux=page_aux)
+    if method.on_write is not None or method.rotary == "row":
+        cache = jax.lax.fori_loop(0, geometry.num_layers, pack, cache)
     now = jnp.where(due[..., None], new_table, table)[:, :, 0]
     state = state.replace(
         pools=cache.pools,
@@ -513,7 +519,7 @@ def compact(
         tables={**state.tables, name: state.tables[name].at[:, :, row].set(now)},
         lengths={**state.lengths, name: state.lengths[name].at[:, :, row].set(inputs.kept)},
     )
-    return state, stayed
+    return state, jnp.broadcast_to(stayed, (geometry.num_layers, geometry.num_kv_heads, most))
 
 
 def per_token(statics: Statics) -> list[str]:

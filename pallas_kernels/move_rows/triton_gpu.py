@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from sparsejax.pallas_kernels.layout import PageView, Pools
 from sparsejax.pallas_kernels.triton_support import codes_problem, platform_problem, power_of_two
@@ -45,6 +47,25 @@ def _width(pool: jax.Array) -> int:
 def move_rows(pools: Pools, rows: jax.Array, source: PageView, target: PageView) -> dict[str, jax.Array]:
     """See `api.move_rows`."""
     return {name: launch(pool, rows, source, target) for name, pool in pools.items()}
+
+
+def move_layers(
+    pools: Pools, rows: jax.Array, views: Callable[[jax.Array], tuple[PageView, PageView]]
+) -> dict[str, jax.Array]:
+    """See `api.move_layers`: the heads of all layers as the heads of one view."""
+    layers, _, kept = rows.shape
+    source, target = views(jnp.int32(0))
+    heads = source.num_heads
+
+    def arrays(layer: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        return [(jnp.broadcast_to(view.table[0], (heads, view.table.shape[2])), view.offset) for view in views(layer)]
+
+    def joined(view: PageView, table: jax.Array, offset: jax.Array) -> PageView:
+        return view._replace(table=table.reshape(1, layers * heads, -1), offset=offset.reshape(-1))
+
+    old, new = jax.vmap(arrays)(jnp.arange(layers, dtype=jnp.int32))
+    rows = jnp.broadcast_to(rows, (layers, heads, kept)).reshape(1, layers * heads, kept)
+    return move_rows(pools, rows, joined(source, *old), joined(target, *new))
 
 
 def launch(

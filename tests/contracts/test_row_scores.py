@@ -12,6 +12,8 @@ import pytest
 from sparsejax import registry
 from sparsejax.geometry import Geometry, Granularity
 from sparsejax.pallas_kernels import api, reference, specs
+from sparsejax.pallas_kernels.move_rows import triton_gpu as move_triton
+from sparsejax.pallas_kernels.move_rows import xla as move_xla
 from sparsejax.pallas_kernels.row_scores import xla as rows_xla
 from sparsejax.state import layer_view
 from tests.contracts.test_kernels import by_name, real_queries, rows_of, tolerance
@@ -215,3 +217,33 @@ def test_moved_rows(granularity, storage, per_head):
     for name, pool in wanted.items():
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(pool), err_msg=name)
         assert (np.asarray(pool) != np.asarray(pools[name])).any()
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("granularity", list(Granularity))
+def test_moved_layers(granularity, joined, per_head, monkeypatch):
+    """All layers one after the other, and as the heads of one view, whose kernel is replaced."""
+    geometry, rng = Geometry(3, 4, 2, 8, 4, 32, 1.0), np.random.default_rng(4)
+    layers, heads = geometry.table_shape(granularity)
+    length, kept, num_pages = 30, 9, 100
+    pool = jnp.asarray(rng.random((num_pages * geometry.head_pages_per_page(granularity), 4, 8)), jnp.float32)
+    ids = 1 + rng.permutation(num_pages - 1)[: layers * heads * 11].reshape(layers, heads, 1, 11).astype(np.int32)
+    keep = [np.sort(rng.permutation(length)[:kept]) for _ in range(3 * (2 if per_head else 1))]
+    keep = jnp.asarray(np.reshape(keep, (3, -1, kept)), jnp.int32)
+
+    def views(layer):
+        lengths = jnp.full((layers, heads, 1), kept, jnp.int32)
+        tables = jnp.asarray(ids[..., :8]), jnp.asarray(ids[..., 8:])
+        return tuple(layer_view(geometry, granularity, table, lengths, layer) for table in tables)
+
+    wanted = {"k": pool}
+    for layer in range(3):
+        wanted = reference.move_rows(wanted, keep[layer][None], *views(jnp.int32(layer)))
+    if joined:
+        monkeypatch.setattr(move_triton, "move_rows", move_xla.move_rows)
+        found = jax.jit(lambda pools, keep: move_triton.move_layers(pools, keep, views))({"k": pool}, keep)
+    else:
+        found = jax.jit(lambda pools, keep: api.move_layers(pools, keep, views))({"k": pool}, keep)
+    np.testing.assert_array_equal(found["k"], wanted["k"])
+    assert (np.asarray(found["k"]) != np.asarray(pool)).any()

@@ -70,6 +70,35 @@ def test_rows_are_moved_and_nothing_else(implementation, per_head_rows, stride, 
         np.testing.assert_array_equal(np.asarray(pools[name]).view(pool.dtype), pool)  # not donated: not touched
 
 
+@pytest.mark.parametrize("per_head_rows", [False, True])
+@pytest.mark.parametrize("own", [1, HEADS])
+def test_all_layers_at_once(own, per_head_rows):
+    rng = np.random.default_rng(11)
+    rows, kept = 700, 333
+    stride = LAYERS * HEADS if own == 1 else 1
+    source, target, pages = views(rng, stride, own * (LAYERS if own > 1 else 1), 1, rows, kept)
+    keep = np.stack([np.sort(rng.permutation(rows)[:kept]) for _ in range(LAYERS * (HEADS if per_head_rows else 1))])
+    keep = jnp.asarray(keep.reshape(LAYERS, -1, kept), jnp.int32)
+    pool = jnp.asarray(rng.standard_normal((pages, PAGE, 128), np.float32), jnp.bfloat16)
+
+    def views_of(layer):
+        def one(view):
+            if own == 1:
+                return view._replace(offset=layer * HEADS + jnp.arange(HEADS, dtype=jnp.int32))
+            table = jax.lax.dynamic_slice_in_dim(view.table, layer * HEADS, HEADS, axis=1)
+            return view._replace(table=table, lengths=view.lengths[:, :HEADS])
+
+        return one(source), one(target)
+
+    def run(implementation):
+        move = lambda pools: api.move_layers(pools, keep, views_of, implementation=implementation)  # noqa: E731
+        return np.asarray(jax.jit(move)({"k": pool})["k"]).view(np.uint16)
+
+    found = run("triton")
+    np.testing.assert_array_equal(found, run("xla"))
+    assert (found != np.asarray(pool).view(np.uint16)).any()
+
+
 def test_donated_pools_are_not_copied():
     """In a loop over layers, as compaction runs it: what moves depends on the pool, which is read afterwards too."""
     rng = np.random.default_rng(0)
