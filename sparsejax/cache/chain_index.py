@@ -236,10 +236,10 @@ class ChainIndex:
         chain, checkpoint = found
         reused = chain.processed if checkpoint is None else chain.checkpoints[checkpoint].processed
         miss = miss or chain_miss.of_divergence(chain, ids, reused)
-        how = (miss.text if miss else None, chain.version, *((miss.reason, miss.token) if miss else ()))
-        if checkpoint is None and not chain.named:
-            return Plan("adopted", turn, ids, reused, chain, None, False, *how)
-        return Plan("forked", turn, ids, reused, chain, checkpoint, True, *how)
+        adopts = checkpoint is None and not chain.named
+        plan = Plan("adopted" if adopts else "forked", turn, ids, reused, chain, checkpoint, not adopts)
+        plan = dataclasses.replace(plan, version=chain.version)
+        return dataclasses.replace(plan, reason=miss.text, miss=miss.reason, diverged_at=miss.token) if miss else plan
 
     def lookup(self, seed: bytes, ids: np.ndarray) -> tuple[Chain, int | None] | None:
         """The state that has processed the longest proper prefix of `ids`: a chain, and a checkpoint or None: its head.

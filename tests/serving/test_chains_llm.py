@@ -133,7 +133,8 @@ def test_refusals(llm: LLM) -> None:
 
 def test_a_chain_outlives_a_cancelled_answer(llm: LLM) -> None:
     messages = [{"role": "user", "content": "on and on"}]
-    with contextlib.closing(llm.stream_chat(messages, SamplingParams(max_tokens=500), chain=ChainOptions())) as deltas:
+    answer: Any = llm.stream_chat(messages, SamplingParams(max_tokens=500), chain=ChainOptions())
+    with contextlib.closing(answer) as deltas:
         first = next(deltas)
         assert first.chain is not None
         assert (first.chain.state, first.piece.token_ids) == ("active", ())
