@@ -268,6 +268,7 @@ def add_rms_norm(tokens: int, model: Model, sharding: Any) -> tuple[Any, tuple[A
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     "append": {"append": functools.partial(append, 1), "append_chunk": functools.partial(append, CHUNK)},
     "decode_attention": {"decode_attention": functools.partial(attention, "decode_attention")},
+    "observed_decode_attention": {},  # decode_attention and row_scores, no kernel of its own
     "prefill_attention": {"prefill_attention": functools.partial(attention, "prefill_attention")},
     "attention_lse": {"attention_lse": functools.partial(row_scores, "attention_lse")},
     "row_scores": {"row_scores": functools.partial(row_scores, "row_scores")},
