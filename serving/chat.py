@@ -217,6 +217,6 @@ async def _prompt(
         body.sparse_method or served.default_method,
         chain,
         append_start=append_start,
-        match=body.chain_match or "messages",
+        match="text" if body.chain_match == "text" else "messages",
         skip_special_tokens=body.skip_special_tokens is not False,
     )

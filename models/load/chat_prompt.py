@@ -98,7 +98,9 @@ class ChatPrompt:
         request = self._checked(messages, variables)
         plain = self._render(request, add_generation_prompt)
         text = self._sealed(request, add_generation_prompt, plain)
-        for content in () if after is None else _with_place(request["messages"][after]["content"]):
+        if after is None:
+            return self._normalized(text), None
+        for content in _with_place(request["messages"][after]["content"]):
             changed = [*request["messages"]]
             changed[after] = {**changed[after], "content": content}
             placed = {**request, "messages": changed}

@@ -118,9 +118,13 @@ class Tokenizer:
         raw = self.token_bytes(token_id)
         return self._chat_prompt.stand_in(raw.decode()).encode() if token_id in self._added_ids else raw
 
-    @functools.cached_property
+    @property
     def control_ids(self) -> frozenset[int]:
         """Ids of control tokens."""
+        return self._control_ids
+
+    @functools.cached_property
+    def _control_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.content in self._chat_prompt.control_tokens)
 

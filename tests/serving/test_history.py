@@ -405,6 +405,7 @@ def test_control_tokens_in_messages_are_text(qwen_like: Tokenizer) -> None:
     honest = qwen_like.render_chat([*HELLO, {"role": "assistant", "content": "Yes"}, MORE])
     assert qwen_like.decode(anchored.ids, False) == qwen_like.decode(honest, False), "the texts are the same"
     assert anchored.ids == qwen_like.render_chat(messages), "and the ids are what they are without a chain"
+    assert anchored.token is not None
     assert anchored.kept <= anchored.token < len(talking.ledger) - 1
 
 
