@@ -42,6 +42,7 @@ class Tokenizer(Sealing, Protocol):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         after: int | None = None,
+        before: int | None = None,
         **template_kwargs: Any,
     ) -> tuple[str, int | None]: ...
 
@@ -95,14 +96,29 @@ class Conversation:
 
     def sealed(self, tokenizer: Tokenizer, after: int | None = None) -> tuple[str, int | None]:
         """Its text, and where in it the answer `messages[after]` ends, or None if that can't be said."""
-        text, end = tokenizer.render_chat_sealed(
-            self.messages, add_generation_prompt=self.add_generation_prompt, after=after, **self.variables
+        text, end = self._render(tokenizer, after=after)
+        if after is None or not self.messages[after].get("tool_calls"):
+            return text, end
+        # Tool calls are written behind the content, in the template's own way, up to the end of the message.
+        marks = [tokenizer.sealed_bytes(i).decode() for i in tokenizer.eos_ids if i in tokenizer.control_ids]
+        if end is not None:
+            return text, min((at for mark in marks if (at := text.find(mark, end)) >= 0), default=None)
+        # Templates write a content of nothing otherwise than one of something: look from the other side.
+        if after + 1 < len(self.messages):
+            _, end = self._render(tokenizer, before=after + 1)
+        elif not self.variables.get("continue_final_message"):
+            end = len(text)
+        ends = [text.rfind(mark, 0, end) for mark in marks] if end is not None else []
+        found = max(ends, default=-1)
+        last_call = self.messages[after]["tool_calls"][-1].get("function") or {}
+        start = max((text.rfind(mark, 0, max(0, found)) for mark in marks), default=-1)
+        is_answer = found >= 0 and str(last_call.get("name")) in text[max(0, start) : found]
+        return text, found if is_answer else None
+
+    def _render(self, tokenizer: Tokenizer, **place: int | None) -> tuple[str, int | None]:
+        return tokenizer.render_chat_sealed(
+            self.messages, add_generation_prompt=self.add_generation_prompt, **place, **self.variables
         )
-        if after is not None and end is not None and self.messages[after].get("tool_calls"):
-            # Tool calls are written behind the content, in the template's own way, up to the end of the message.
-            marks = (tokenizer.sealed_bytes(i).decode() for i in tokenizer.eos_ids if i in tokenizer.control_ids)
-            end = min((at for mark in marks if (at := text.find(mark, end)) >= 0), default=None)
-        return text, end
 
     def suffix(self, tokenizer: Tokenizer, first: int, tail: str = "") -> tuple[str, bool]:
         """Sealed text of what follows message `first - 1`, an answer; the messages before it are not looked at.

@@ -54,6 +54,7 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         after: int | None = None,
+        before: int | None = None,
         **template_kwargs: Any,
     ) -> tuple[str, int | None]: ...
     def render_chat(

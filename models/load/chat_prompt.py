@@ -89,8 +89,9 @@ class ChatPrompt:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         after: int | None = None,
+        before: int | None = None,
     ) -> tuple[str, int | None]:
-        """The text that `ids` encodes, sealed, and where in it the content of message `after` ends.
+        """The text that `ids` encodes, sealed, and where in it the content of message `after` ends or `before` begins.
 
         The place is None if none was asked for, or if the template does not write that content as it is. Raises
         RequestError.
@@ -98,22 +99,23 @@ class ChatPrompt:
         request = self._checked(messages, variables)
         plain = self._render(request, add_generation_prompt)
         text = self._sealed(request, add_generation_prompt, plain)
-        if after is None:
+        index = before if after is None else after
+        if index is None:
             return self._normalized(text), None
-        for content in _with_place(request["messages"][after]["content"]):
+        for content in _with_place(request["messages"][index]["content"], after is not None):
             changed = [*request["messages"]]
-            changed[after] = {**changed[after], "content": content}
+            changed[index] = {**changed[index], "content": content}
             placed = {**request, "messages": changed}
             try:
                 rendered = self._render(placed, add_generation_prompt)
                 if rendered.count(_PLACE) != 1 or rendered.replace(_PLACE, "") != plain:
                     continue
-                before, _, behind = self._sealed(placed, add_generation_prompt, rendered).partition(_PLACE)
+                head, _, tail = self._sealed(placed, add_generation_prompt, rendered).partition(_PLACE)
             except RequestError:  # the template minds the place
                 continue
-            if before + behind == text:
-                before = self._normalized(before)
-                return before + self._normalized(behind), len(before)
+            if head + tail == text:
+                head = self._normalized(head)
+                return head + self._normalized(tail), len(head)
         return self._normalized(text), None
 
     def seal(self, text: str) -> str:
@@ -323,10 +325,13 @@ def _joined(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _with_place(content: str) -> list[str]:
-    """The content with a place at its end, or before the white space there, which templates may trim."""
-    core = content.rstrip()
-    return list(dict.fromkeys([content + _PLACE, core + _PLACE + content[len(core) :]]))
+def _with_place(content: str, end: bool) -> list[str]:
+    """The content with a place at its end or beginning, or inside the white space there, which templates may trim."""
+    if end:
+        core = content.rstrip()
+        return list(dict.fromkeys([content + _PLACE, core + _PLACE + content[len(core) :]]))
+    core = content.lstrip()
+    return list(dict.fromkeys([_PLACE + content, content[: len(content) - len(core)] + _PLACE + core]))
 
 
 def _check_data(value: Any, where: str, param: str, depth: int = 0) -> None:

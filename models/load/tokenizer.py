@@ -88,13 +88,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         after: int | None = None,
+        before: int | None = None,
         **template_kwargs: Any,
     ) -> tuple[str, int | None]:
         """Like `render_chat`, the text before it is encoded: control tokens in it are stand-ins no request can contain.
 
-        Also where the content of message `after` ends in it, or None if that can't be said.
+        Also where the content of message `after` ends or that of `before` begins in it, or None if that can't be said.
         """
-        return self._chat_prompt.sealed(messages, add_generation_prompt, template_kwargs, after)
+        return self._chat_prompt.sealed(messages, add_generation_prompt, template_kwargs, after, before)
 
     def seal(self, text: str, add_special_tokens: bool = True) -> str | None:
         """The sealed text of a raw prompt: `encode_sealed` of it gives the ids of `encode`.

@@ -68,6 +68,7 @@ class ByteTokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         after: int | None = None,
+        before: int | None = None,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> tuple[str, int | None]:
@@ -76,4 +77,6 @@ class ByteTokenizer:
             return b"".join(map(self.sealed_bytes, ids)).decode()
 
         text = sealed(messages, add_generation_prompt, continue_final_message)
+        if before is not None:
+            return text, len(sealed(messages[:before], False, False)) + len(f"x{messages[before]['role']}:")
         return text, None if after is None else len(sealed(messages[: after + 1], False, False)) - 1

@@ -25,7 +25,7 @@ from sparsejax.serving.talks import NOTHING, End, OpenTurn, Talk, Talks
 from tests.models.test_tokenizer import make
 
 CALLS = (
-    "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n"
 )
@@ -392,6 +392,61 @@ def test_tool_calls_equal_by_value(qwen_like: Tokenizer) -> None:
         assert anchored.kept == len(talking.ledger)
     call["function"]["arguments"] = arguments.replace("2.0", "3")
     assert talking.ask([*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, result]).message == 1
+
+
+def test_a_chain_of_tools_and_another_question(qwen_like: Tokenizer) -> None:
+    """R001: the template then writes every answer before the question anew, without its reasoning."""
+    talking = Talking(qwen_like)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Use tools."}, *HELLO]
+    for i in range(6):
+        call = {"name": "f", "arguments": {"b": i, "a": "é"}}
+        written = f"<think>\nstep {i}\n</think>\n\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        ids = [*ids_of(qwen_like, written, random.Random(i)), qwen_like.eos_ids[0]]
+        before = talking.ledger.tolist()
+        asked = {"id": f"c{i}", "type": "function", "function": {**call, "arguments": json.dumps(call["arguments"])}}
+        sent = {"content": "", "tool_calls": [asked], "reasoning_content": f"step {i}"}
+        assert talking.turn(messages, ids, sent).ids[: len(before)] == before
+        asked = {**asked, "function": {"name": "f", "arguments": {"a": "é", "b": i}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [asked]})
+        messages.append({"role": "tool", "content": "<tool_call> ok", "tool_call_id": f"c{i}"})
+    for last in ({"role": "user", "content": "tell me a joke"}, messages.pop()):
+        anchored = talking.ask([*messages, last])
+        assert anchored.ids[: len(talking.ledger)] == talking.ledger.tolist()
+        assert anchored.message is None
+
+
+@given(
+    turns=st.lists(st.tuples(WORDS, WORDS), min_size=2, max_size=4),
+    seed=st.integers(0, 2**32),
+    where=st.integers(0, 7),
+    edit=WORDS,
+    match=st.sampled_from(["messages", "text"]),
+)
+def test_edited_conversations_are_what_was_sent(
+    smollm2: Tokenizer, turns: list, seed: int, where: int, edit: str, match: str
+) -> None:
+    """Whatever is edited: the ids stand for the template's text, and states before the edit can be used."""
+    rng = random.Random(seed)
+    talking = Talking(smollm2, match=match)
+    messages: list[dict[str, Any]] = []
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        answer = plain(answer)
+        ids = [*ids_of(smollm2, answer, rng), smollm2.eos_ids[0]]
+        talking.turn(messages, ids, {"content": answer})
+        messages.append({"role": "assistant", "content": answer})
+    where %= len(messages)
+    changed = [*messages, MORE]
+    changed[where] = {**changed[where], "content": f"{edit}!"}
+    anchored = talking.ask(changed)
+    assert smollm2.decode(anchored.ids, False) == smollm2.render_chat_text(changed)
+    assert anchored.ids[: anchored.kept] == talking.ledger[: anchored.kept].tolist()
+    if where == len(messages) - 1:
+        assert anchored.kept >= talking.prompts[-1]
+    if where and match == "messages" and edit + "!" != messages[where]["content"]:
+        ends = talking.history.talks.get("c").ends
+        assert anchored.kept >= (ends[where // 2 - 1].tokens if where > 1 else 0)
+        assert anchored.message == where
 
 
 def test_control_tokens_in_messages_are_text(qwen_like: Tokenizer) -> None:
