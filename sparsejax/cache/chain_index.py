@@ -90,6 +90,7 @@ class Plan:
       checkpoint: index of the earlier state that is used; None is the head.
       forks: the source stays as it is and a new chain begins as a copy.
       reason: why nothing, or not the head of the named chain, is used.
+      hashes: stride hashes of `ids`, if they were computed.
       miss: the same in a word; `diverged_at` is where the tokens part ways, if they do (see `chain_miss`).
     """
 
@@ -104,6 +105,7 @@ class Plan:
     version: int = 0
     miss: str | None = None
     diverged_at: int | None = None
+    hashes: tuple[bytes, ...] = ()
 
 
 class ChainIndex:
@@ -232,7 +234,8 @@ class ChainIndex:
             if miss is None:
                 chains = reversed(self.chains.values())
                 miss = chain_miss.of_nothing(chains, self._dead, turn, hashes) if searched else chain_miss.COLD
-            return Plan(status, turn, ids, reason=miss.text, miss=miss.reason, diverged_at=miss.token)
+            how = {"reason": miss.text, "miss": miss.reason, "diverged_at": miss.token, "hashes": tuple(hashes)}
+            return Plan(status, turn, ids, **how)
         chain, checkpoint = found
         reused = chain.processed if checkpoint is None else chain.checkpoints[checkpoint].processed
         miss = miss or chain_miss.of_divergence(chain, ids, reused)
@@ -292,6 +295,7 @@ class ChainIndex:
         if source is None or plan.forks:
             chain = Chain(self.ids.mint(), turn.seed, turn.fingerprint, turn.method, turn.tenant, ChainState.RESTORING)
             chain.created_tick, chain.created_s, chain.implicit = self._tick, now, turn.implicit
+            chain.hashes = list(plan.hashes)  # of what `start` will be given
             if source is not None:
                 state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
                 chain.parent_id, chain.tier, chain.quality = source.chain_id, state.tier, state.quality
@@ -349,8 +353,9 @@ class ChainIndex:
         """
         self._check_owner(chain, owner)
         if ledger is not None:
-            same = common_prefix(chain.ledger, ledger)
-            chain.ledger, chain.hashes = ledger, chain.hashes[: same // STRIDE + 1]
+            if len(chain.ledger):
+                chain.hashes = chain.hashes[: common_prefix(chain.ledger, ledger) // STRIDE + 1]
+            chain.ledger = ledger
             self._register(chain)
         chain.state = ChainState.ACTIVE
         self.counts["reused_tokens"] += chain.processed

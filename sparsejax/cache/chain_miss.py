@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 32
 """Fewer tokens in common are no hint that a conversation is the same."""
-MAX_CHAINS = 256
+MAX_CHAINS = 64
 """The newest so many chains are compared with a turn that matches none."""
 
 
@@ -105,4 +105,6 @@ def _common(chain: Chain, ids: np.ndarray, hashes: list[bytes] | None) -> int:
     start = low * STRIDE
     if not start and not np.array_equal(chain.ledger[:MIN_TOKENS], ids[:MIN_TOKENS]):
         return common_prefix(chain.ledger[:MIN_TOKENS], ids[:MIN_TOKENS])
-    return start + common_prefix(chain.ledger[start:], ids[start:])
+    # The next hash differs, so the difference is near; where it is not known the rest is compared as well.
+    near = common_prefix(chain.ledger[start : start + STRIDE], ids[start : start + STRIDE])
+    return start + (near if near < STRIDE else common_prefix(chain.ledger[start:], ids[start:]))
