@@ -712,6 +712,7 @@ class MockRunner:
                 pages, offsets = self._places(row, l, h, 0, len(stamps))
                 same = self._pool[pages, offsets] == stamps + self._cells(row, l, h)
                 self._require(bool(same.all()), f"row {index} layer {l} head {h} reads what it did not write")
+        self.recall.check(index, row)
 
     def _check_pages(self, index: int, row: _Row, pages: np.ndarray) -> None:
         columns = self._pages(self._lengths(row))

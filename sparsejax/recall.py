@@ -188,11 +188,10 @@ class Recall:
         plan = LendPages(table, recall.pages, np.where(there, entries, -1).astype(np.int32))
         try:
             recall.bytes_moved += call_runner(self._runner.lend, seq.group.method, plan)
-            self._put_in_front(seq)
         except RequestError:
-            self._memory.end_loan(seq)
-            recall.columns, recall.reason = np.zeros_like(columns), "refused"
+            self._end_loan(seq, "refused")
             return
+        self._put_in_front(seq)
         self.store.touch(seq.evicted)
         recall.seconds = self._clock() - recall.began_s
 
@@ -201,7 +200,9 @@ class Recall:
         return np.broadcast_to(counts, (self._geometry.num_layers, self._geometry.num_kv_heads))
 
     def _put_in_front(self, seq: Sequence) -> None:
-        assert seq.loan is not None
+        """Puts the loan before the row's own pages. If that is refused there is no loan any more."""
+        if seq.loan is None:
+            return
         assert seq.pages is not None
         assert seq.recall is not None
         loan, own = seq.loan, seq.pages
@@ -211,8 +212,12 @@ class Recall:
             table[layer, head, :lent] = loan.table[layer, head, :lent]
             table[layer, head, lent : lent + held_] = own.table[layer, head, :held_]
         plan = FrontRow(seq.row, table, loan.lengths + own.lengths, loan.lengths, loan.lengths)
-        call_runner(self._runner.front, seq.group.method, plan)
-        seq.recall.in_front = True
+        try:
+            call_runner(self._runner.front, seq.group.method, plan)
+        except RequestError:
+            self._end_loan(seq, "refused")
+        else:
+            seq.recall.in_front = True
 
     def _take_away(self, seq: Sequence) -> None:
         assert seq.loan is not None
@@ -225,12 +230,16 @@ class Recall:
 
     @contextlib.contextmanager
     def aside(self, seq: Sequence) -> Iterator[None]:
-        """Meanwhile the row is its own pages only. If the work fails the loan stays away."""
+        """Meanwhile the row is its own pages only."""
         if seq.loan is None or seq.recall is None or not seq.recall.in_front:
             yield
             return
         self._take_away(seq)
-        yield
+        try:
+            yield
+        except RequestError:  # nothing was done
+            self._put_in_front(seq)
+            raise
         self._join(seq, seq.recall)
         self._put_in_front(seq)
 
@@ -251,9 +260,13 @@ class Recall:
             table = seq.loan.extend(more)
             index = np.arange(table.shape[2], dtype=np.int32)
             entries = np.where(index < self._spread(more)[..., None], index, np.int32(-1))
-            call_runner(self._runner.lend, seq.group.method, LendPages(table, pages, entries))
-            recall.pages += _copies(pages)
-            recall.columns, recall.order = recall.columns + more, None
+            try:
+                call_runner(self._runner.lend, seq.group.method, LendPages(table, pages, entries))
+            except RequestError:
+                self._end_loan(seq, "refused")
+            else:
+                recall.pages += _copies(pages)
+                recall.columns, recall.order = recall.columns + more, None
         for some in pages:
             some.fresh = None
 
@@ -269,10 +282,20 @@ class Recall:
         """Ends a loan for the sake of its room. Returns False if there is none."""
         for seq in reversed(running):
             if seq.loan is not None and seq.recall is not None:
-                self.withdraw(seq)
-                seq.recall.columns, seq.recall.reason = np.zeros_like(seq.pages.columns), "no room"  # type: ignore[union-attr]
+                self._take_away(seq)
+                self._end_loan(seq, "no room")
                 return True
         return False
+
+    def _end_loan(self, seq: Sequence, reason: str) -> None:
+        """The turn goes on without; its row does not read the lent pages any more."""
+        recall = seq.recall
+        assert recall is not None
+        self._memory.end_loan(seq)
+        recall.columns, recall.reason = (
+            np.zeros(self._geometry.table_shape(seq.group.facts.granularity), np.int32),
+            reason,
+        )
 
     def lent_rows(self, seq: Sequence) -> int:
         """Rows that the turn got back, of the longest head."""
