@@ -7,16 +7,21 @@ import dataclasses
 import functools
 import logging
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from sparsejax import combine
+from sparsejax.array_files import OrbaxFiles
+from sparsejax.cache.chain_store import ChainStore
 from sparsejax.capacity import Capacity, check_replays, checkpoint_id, plan
+from sparsejax.chain_disk import Disk
 from sparsejax.config import EngineConfig, Progress
 from sparsejax.engine import Engine
 from sparsejax.errors import ConfigError
+from sparsejax.identity import identity, knobs
 from sparsejax.metrics import EngineMetrics
 from sparsejax.models import load
 from sparsejax.models.load.default_model import cache_dir
@@ -106,6 +111,11 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         implementation=config.attention_impl,
         fail_on_retrace=config.fail_on_retrace,
         on_compile=count_compilation,
+        # Without a directory no other engine's chains are ever seen.
+        identity=identity(loaded.spec, loaded.weights, loaded.tokenizer, capacity.storage)
+        if config.chain_dir
+        else None,
+        knobs=knobs(capacity.methods),
     )
     with _asked_for(config):
         compile_programs(runner, config.precompile, report)
@@ -120,10 +130,12 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         chain_ttl_s=config.chain_ttl_s,
         chain_checkpoints=config.chain_checkpoints,
         chain_queue_timeout_s=config.chain_queue_timeout_s,
+        chain_disk_bytes=config.chain_disk_bytes,
+        chain_disk_ttl_s=config.chain_disk_ttl_s,
     )
     defaults = loaded.generation_defaults if config.generation_config == "auto" else {}
     return BuiltEngine(
-        engine=Engine(runner, settings, metrics),
+        engine=Engine(runner, settings, metrics, _open_disk(config, runner, report)),
         runner=runner,
         tokenizer=loaded.tokenizer,
         capacity=capacity,
@@ -132,6 +144,15 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         generation_defaults=defaults,
         info=_info(capacity, kernels),
     )
+
+
+def _open_disk(config: EngineConfig, runner: DeviceRunner, report: Report) -> Disk | None:
+    """The directory of chains, if one was asked for."""
+    if config.chain_dir is None or config.chain_cache != "on":
+        return None
+    store = ChainStore(pathlib.Path(config.chain_dir).expanduser(), OrbaxFiles())
+    report(Progress("chains", detail=f"{len(store.found)} in {store.path}, {len(store.dropped)} dropped"))
+    return Disk(store, runner, config.chain_disk_bytes)
 
 
 def compile_programs(runner: DeviceRunner, precompile: str, report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparsejax.cache.chain import Chain, ChainState, Checkpoint, Tier, as_ids
-from sparsejax.chain_tiers import DeviceRows, lengths_of, size_of, tier_of
+from sparsejax.chain_rows import DeviceRows, lengths_of, size_of, tier_of
 from sparsejax.chains import Chains
 from sparsejax.errors import ChainBusyError, ChainCapacityError, ChainMismatchError, RequestError
 from sparsejax.request import ChainOptions

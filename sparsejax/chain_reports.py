@@ -7,7 +7,8 @@ import dataclasses
 import logging
 
 from sparsejax.cache.chain import ChainState, Tier
-from sparsejax.chain_tiers import Tiers, size_of, tier_of
+from sparsejax.chain_rows import size_of, tier_of
+from sparsejax.chain_tiers import Tiers
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import RunnerLimits
 from sparsejax.request import ChainReport

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +20,19 @@ from sparsejax import chain_reports
 from sparsejax.admission import most_tokens
 from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
 from sparsejax.cache.chain_index import Plan, Turn
+from sparsejax.cache.chain_store import Snapshot
 from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
-from sparsejax.chain_tiers import DeviceRows, HostRows, Tiers, lengths_of, size_of, tier_of
-from sparsejax.errors import ChainOwnerError, RequestError
+from sparsejax.chain_disk import Disk, Job
+from sparsejax.chain_rows import DeviceRows, Rows, StoredRows, lengths_of, size_of, tier_of
+from sparsejax.chain_tiers import Tiers
+from sparsejax.errors import ChainCapacityError, ChainGoneError, ChainOwnerError, RequestError
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
 from sparsejax.recall import Recall
 from sparsejax.request import ChainOptions, ChainReport, FinishReason
-from sparsejax.rows import Group, Sequence, ceil_div
+from sparsejax.rows import Group, Sequence
 from sparsejax.settings import EngineSettings
 
 log = logging.getLogger("sparsejax.engine")
@@ -46,7 +50,7 @@ class Chains:
       settings: budgets.
       metrics: counters to feed.
       clock: seconds, monotonic.
-      ids: issues chain ids.
+      disk: where chains outlive the engine; it issues their ids then.
     """
 
     def __init__(
@@ -56,18 +60,22 @@ class Chains:
         settings: EngineSettings,
         metrics: EngineMetrics,
         clock: Callable[[], float],
-        ids: ChainIds | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._runner = runner
         self._memory = memory
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
-        self.tiers = Tiers(runner, memory, settings, clock, ids or ChainIds(secrets.token_bytes(32)))
+        ids = ChainIds(secrets.token_bytes(32)) if disk is None else disk.ids
+        self.tiers = Tiers(runner, memory, settings, clock, ids, disk)
+        self.tiers.fields = self.fingerprint_fields
         self.index, self.host = self.tiers.index, self.tiers.host
         self._fingerprints: dict[str, bytes] = {}
         self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
         self.recall = Recall(runner, memory, settings, clock, lambda seq: self.reclaim(seq.chain))
+        self._silent: set[str] = set()  # requests that hear of their chain when its rows were read
+        self.tiers.adopt(self._method_of)
 
     @property
     def now_s(self) -> float:
@@ -92,22 +100,40 @@ class Chains:
     def fingerprint(self, method: str) -> bytes:
         """Of what a method makes on this engine."""
         if method not in self._fingerprints:
-            limits, facts = self._runner.limits, self._runner.limits.methods[method]
-            fields = {
-                "state_format": STATE_FORMAT,
-                "identity": limits.identity,
-                "geometry": {k: str(v) for k, v in dataclasses.asdict(limits.geometry).items()},
-                "vocab_size": limits.vocab_size,
-                "method": facts.name,
-                "granularity": facts.granularity.value,
-                "chunks": [list(b) for b in limits.prefill_buckets] if facts.chunk_dependent else None,
-            }
-            self._fingerprints[method] = fingerprint(fields)
+            self._fingerprints[method] = fingerprint(self.fingerprint_fields(method))
         return self._fingerprints[method]
 
     def seed(self, method: str, salt: str, tenant: str) -> bytes:
         """Of the chains that such turns may go on from (see `Chain`)."""
         return seed_of(self.fingerprint(method), salt, tenant)
+
+    def fingerprint_fields(self, method: str) -> dict[str, Any]:
+        """What it is made of, by name."""
+        limits, facts = self._runner.limits, self._runner.limits.methods[method]
+        geometry = dataclasses.asdict(limits.geometry)
+        del geometry["max_model_len"]  # a longer window reads the rows of a shorter one
+        return {
+            "state_format": STATE_FORMAT,
+            **limits.identity,
+            **{f"geometry.{name}": str(value) for name, value in geometry.items()},
+            "vocab_size": limits.vocab_size,
+            "method": facts.name,
+            "knobs": limits.knobs.get(method),
+            "granularity": facts.granularity.value,
+            "chunks": [list(b) for b in limits.prefill_buckets] if facts.chunk_dependent else None,
+        }
+
+    def _method_of(self, snapshot: Snapshot) -> str | list[str]:
+        """The method that can use a snapshot, or the fields that differ."""
+        record = snapshot.record
+        for method in self.methods:
+            if self.fingerprint(method) == record.fingerprint:
+                fits = len(record.ledger) < self._runner.limits.geometry.max_model_len
+                return method if fits else ["max_model_len"]
+        same = [m for m in self.methods if m == record.method] or list(self.methods)[:1]
+        ours = self.fingerprint_fields(same[0])
+        names = sorted({*ours, *record.fields})
+        return [name for name in names if ours.get(name) != record.fields.get(name)] or ["fingerprint"]
 
     # A turn begins.
 
@@ -137,7 +163,72 @@ class Chains:
         group.prompt, group.max_tokens = plan.ids.astype(np.int32), limit
         self._set_base(seq, plan.reused)
         self._turns[group.request_id] = seq
+        if isinstance(chain.payload, StoredRows):
+            chain.payload.bounced = False
+        if self.loading(seq):
+            self._silent.add(group.request_id)
         chain_reports.claimed(seq, self._metrics)
+
+    def loading(self, seq: Sequence) -> bool:
+        """The turn waits for rows that are on disk; until they are there nobody knows if it can go on from them."""
+        chain = seq.chain
+        if chain is None or seq.begun or not isinstance(chain.payload, StoredRows):
+            return False
+        return not chain.payload.in_memory
+
+    def poll(self) -> list[tuple[Sequence, RequestError | None]]:
+        """Turns whose rows were read, or could not be and which end for that."""
+        found: list[tuple[Sequence, RequestError | None]] = []
+        for job in self.tiers.poll():
+            waiting = [s for s in self._turns.values() if s.chain is not None and s.chain.payload is job.rows]
+            for seq in waiting if job.error is not None else ():
+                error = self._start_over(seq, job)
+                if error is not None:
+                    found.append((seq, error))
+        for request_id in list(self._silent):
+            seq = self._turns.get(request_id)
+            if seq is None or not self.loading(seq):
+                self._silent.discard(request_id)
+                if seq is not None and seq.chain is not None:
+                    found.append((seq, None))
+        return found
+
+    def _start_over(self, seq: Sequence, job: Job) -> RequestError | None:
+        """The rows of a queued turn can't be read: it computes its whole context, as another chain, or ends.
+
+        What is corrupt is gone. Else the chain is as it was before, and may be read another time.
+        """
+        chain, group, owner = seq.chain, seq.group, seq.group.request_id
+        options = group.request.chain
+        assert chain is not None
+        assert options is not None
+        if job.corrupt:
+            self.index.fail(chain, owner, "corrupt")
+        else:
+            self.index.unclaim(chain, owner)
+        reason = f"the snapshot of chain {chain.chain_id} can't be read: {job.error}"
+        turn = self.turn(options, group.prompt, group.method)
+        plan = Plan("recreated", turn, as_ids(group.prompt.astype(np.uint32)), reason=reason, miss="corrupt")
+        error: RequestError | None = None
+        if options.on_miss == "error":
+            error = ChainGoneError(reason, chain_id=chain.chain_id, reason="corrupt")
+            if not job.corrupt:
+                error = ChainCapacityError(reason, chain_id=chain.chain_id, retry_after_s=1.0)
+        else:
+            try:
+                group.max_tokens = self._most_tokens(group, plan)
+            except RequestError as refused:
+                error = refused
+        if error is not None:
+            del self._turns[owner]
+            seq.chain = None
+            return error
+        seq.chain = self.index.apply(plan, owner)
+        self._set_base(seq, 0)
+        seq.chain_status, seq.chain_reason, seq.chain_miss = "recreated", reason, "corrupt"
+        seq.diverged_at = seq.restored_from = None
+        seq.retained_tokens = 0
+        return None
 
     def turn(self, options: ChainOptions, prompt: np.ndarray, method: str) -> Turn:
         """What a request asks of the index."""
@@ -182,13 +273,12 @@ class Chains:
         fits = tokens < shared <= len(group.prompt) - group.min_final_chunk and not group.facts.replays_prompts
         seq.checkpoint_at = shared if fits else 0
 
-    def copy(self, source: Chain, checkpoint: int | None) -> DeviceRows | HostRows | None:
+    def copy(self, source: Chain, checkpoint: int | None) -> Rows | None:
         """A second owner of a chain's state, its head or a checkpoint; None if there is no room."""
         state = source if checkpoint is None else source.checkpoints[checkpoint]
         payload = state.payload
-        if isinstance(payload, HostRows):
-            fits = self.host.put(payload.method, payload.num_pages, payload.swapped.nbytes)
-            return dataclasses.replace(payload) if fits else None
+        if isinstance(payload, StoredRows):
+            return self.tiers.fork(payload)
         while True:
             try:
                 return self._fork(payload)
@@ -214,7 +304,7 @@ class Chains:
         if isinstance(payload, DeviceRows):
             seq.pages = payload.pages
             seq.pages.refresh_shared()
-        elif isinstance(payload, HostRows):
+        elif isinstance(payload, StoredRows):
             seq.swapped_lengths = payload.lengths
 
     def unlend(self, seq: Sequence) -> None:
@@ -224,24 +314,22 @@ class Chains:
         """The turn got a row, and pages for rows that were on the host: they are its own now."""
         assert seq.chain is not None
         assert seq.pages is not None
-        method, pages = seq.group.method, seq.pages
+        method, pages, rows = seq.group.method, seq.pages, seq.chain.payload
         seq.old_ledger = seq.chain.ledger
+        began_s = self._clock()
+        # If the runner refuses, nothing has begun, and the chain stays where it is.
+        parked = self.tiers.restore(rows, pages) if isinstance(rows, StoredRows) else None
         payload = self.index.start(seq.chain, seq.group.request_id, as_ids(seq.group.prompt.astype(np.uint32)))
         seq.begun = True
         self.recall.begin(seq, seq.chain.evicted)
         chain_reports.begun(seq, self._metrics)
-        began_s = self._clock()
         if payload is None:
             return
-        if isinstance(payload, HostRows):
-            self.host.take(payload.swapped.nbytes)
-            parked = call_runner(self._runner.import_parked, method, pages.padded(-1), payload.swapped)
-            if payload.extra:
-                parked = call_runner(self._runner.trim, method, parked, payload.extra)
-                pages.truncate(payload.extra)
-        else:
+        if isinstance(payload, DeviceRows):
             self._memory.take_up(pages)
-            parked = payload.parked
+            parked, rows = payload.parked, payload.copy
+        assert parked is not None
+        self.tiers.begin(seq.chain, rows)
         seen = seq.group.prompt[: seq.base]
         plan = UnparkRow(seq.row, pages.padded(-1), pages.lengths.copy(), seen, parked)
         call_runner(self._runner.unpark, method, plan)
@@ -257,6 +345,7 @@ class Chains:
         chain, owner = seq.chain, seq.group.request_id
         assert chain is not None
         self._turns.pop(owner, None)
+        self._silent.discard(owner)
         if not seq.begun:
             if isinstance(chain.payload, DeviceRows) and seq.pages is chain.payload.pages:
                 seq.pages = None  # they were only lent
@@ -289,6 +378,7 @@ class Chains:
             self.index.fail(chain, owner, "failure")
             return
         chain.evicted = seq.evicted
+        self.tiers.keep(chain)
         self._keep_turn_end(chain)
 
     def checkpoint(self, seq: Sequence) -> None:
@@ -319,17 +409,25 @@ class Chains:
         self.index.add_checkpoint(chain, Checkpoint(kind, at, rows, quality=quality, evicted=seq.evicted))
 
     def _go_back(self, seq: Sequence, reason: str) -> None:
-        """The rows of a turn are lost: the chain is as before it, if a checkpoint of that was kept, else gone."""
+        """The rows of a turn are lost: the chain is as before it, if that was kept anywhere, else gone."""
         chain, owner = seq.chain, seq.group.request_id
         assert chain is not None
         state = self.index.take_checkpoint(chain, chain.processed)
-        if state is None:
+        base = self.tiers.take_base(chain)
+        if state is None and base is None:
             self.index.fail(chain, owner, reason)
             return
-        rows = state.payload
+        rows: Rows | None = base
+        processed, quality = chain.processed, chain.quality
+        if state is not None:
+            rows, quality = state.payload, state.quality
+            if isinstance(rows, DeviceRows):
+                rows.copy = base
+        assert rows is not None
         self.index.counts["went_back"] += 1
-        self.index.finish(chain, owner, seq.old_ledger, state.processed, rows, size_of(rows), state.tier, state.quality)
-        chain.evicted = state.evicted
+        self.index.finish(chain, owner, seq.old_ledger, processed, rows, size_of(rows), tier_of(rows), quality)
+        if state is not None:
+            chain.evicted = state.evicted
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -357,17 +455,13 @@ class Chains:
             return ledger, total, 0 if facts.rollback else seq.computed - total
         return "rollback"
 
-    def _take(self, seq: Sequence, extra: int) -> DeviceRows | HostRows | None:
+    def _take(self, seq: Sequence, extra: int) -> Rows | None:
         """The rows of a choice without the newest `extra`; None if they are lost."""
         method = seq.group.method
         if seq.swapped is not None:
             swapped, lengths = seq.swapped, seq.swapped_lengths
             assert lengths is not None
-            pages = int(ceil_div(lengths, self._memory.geometry.page_size).sum())
-            self.tiers.make_host_room(method, pages, swapped.nbytes)
-            if not self.host.put(method, pages, swapped.nbytes):
-                return None
-            return HostRows(method, pages, swapped, lengths, extra)
+            return self.tiers.store(method, swapped, lengths, extra)
         if seq.pages is None or not (seq.row or seq.parked):
             return None
         self.recall.withdraw(seq)
@@ -431,3 +525,8 @@ class Chains:
                 if seq is None or seq.chain is not chain or seq.begun != (chain.state is ChainState.ACTIVE):
                     raise IntegrityError(f"chain {chain.chain_id} belongs to a turn that is not there")
         self.tiers.check_integrity(list(live.values()))
+
+    def close(self) -> None:
+        """Finishes the snapshots that are under way."""
+        if self.tiers.disk is not None:
+            self.tiers.disk.close()

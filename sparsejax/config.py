@@ -164,6 +164,15 @@ class EngineConfig:
         unit="bytes",
         kind="bytes",
     )
+    chain_dir: str | None = _setting(
+        None, "directory in which chains outlive the server; default: they don't", group="chains", metavar="DIR"
+    )
+    chain_disk_bytes: int = _setting(
+        64 << 30, "disk space for chains in --chain-dir", group="chains", low=0, unit="bytes", kind="bytes"
+    )
+    chain_disk_ttl_s: float = _setting(
+        7 * 86400.0, "idle time after which a chain on disk goes", group="chains", low=0.001, unit="s"
+    )
     chain_ttl_s: float = _setting(
         3600.0,
         "idle time after which a chain goes a tier down, at last away",

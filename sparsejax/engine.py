@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeVar
 
 from sparsejax import chain_reports
+from sparsejax.chain_disk import Disk
 from sparsejax.chains import Chains
 from sparsejax.errors import EngineDeadError, QueueFullError, RequestError, ShuttingDownError
 from sparsejax.metrics import EngineMetrics
@@ -96,16 +97,21 @@ class Engine:
       runner: executes plans.
       settings: limits and targets.
       metrics: counters to feed; made if not given.
+      disk: where chains outlive the engine, which closes it.
     """
 
     def __init__(
-        self, runner: Runner, settings: EngineSettings | None = None, metrics: EngineMetrics | None = None
+        self,
+        runner: Runner,
+        settings: EngineSettings | None = None,
+        metrics: EngineMetrics | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.settings = settings or EngineSettings()
         self.metrics = metrics or EngineMetrics()
         self.limits: RunnerLimits = runner.limits
         self.max_waiting = self.settings.max_waiting or max(64, 4 * self.limits.num_rows)
-        self._scheduler = Scheduler(runner, self.settings, self.metrics)
+        self._scheduler = Scheduler(runner, self.settings, self.metrics, disk=disk)
         self._scheduler.on_admitted = self._on_admitted
         self._scheduler.on_finished = self._on_finished
         self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
@@ -234,6 +240,8 @@ class Engine:
             self._publish(busy=False)
         except BaseException as error:
             self._die(error)
+        finally:
+            self._scheduler.chains.close()
 
     def _receive(self, block: bool) -> bool:
         """Takes over what other threads asked for. Returns False when the engine shall close."""

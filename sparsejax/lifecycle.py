@@ -22,6 +22,7 @@ import numpy as np
 from sparsejax import recall
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
+from sparsejax.chain_disk import Disk
 from sparsejax.chains import Chains
 from sparsejax.errors import CacheTooSmallError, ChainDisabledError, RequestError
 from sparsejax.launches import Launches, RunnerError, call_runner
@@ -44,6 +45,7 @@ class Lifecycle:
       settings: limits and targets.
       metrics: counters to feed.
       clock: seconds, monotonic.
+      disk: where chains outlive the engine.
 
     Attributes:
       groups: unfinished requests by id.
@@ -58,6 +60,7 @@ class Lifecycle:
         settings: EngineSettings | None = None,
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
         self.runner = runner
         self.limits = runner.limits
@@ -66,7 +69,7 @@ class Lifecycle:
         self.clock = clock
         self.memory = Memory(self.limits)
         self.swap = SwapSpace(self.settings.swap_bytes)
-        self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock)
+        self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock, disk)
         self.recall = self.chains.recall
         self.recall.watch = lambda seq, ticket: self.launches.add(self.step_number, ticket, [(seq, None)], None)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
@@ -102,8 +105,18 @@ class Lifecycle:
             except RequestError as error:
                 self._finish(seq, "error", error=error)
                 return
-            self._tell_chain(seq)
+            if not self.chains.loading(seq):
+                self._tell_chain(seq)
         self.waiting.extend(group.choices)
+
+    def _poll_chains(self) -> None:
+        """Takes over what was read from disk, and brings the rows of queued turns nearer."""
+        for seq, error in self.chains.poll():
+            if error is not None:
+                self._finish(seq, "error", error=error)
+            elif seq.state is not State.FINISHED:
+                self._tell_chain(seq)
+        self.chains.tiers.advance(self.waiting)
 
     def cancel(self, request_id: str) -> None:
         """Ends every unfinished choice as "cancelled". Unknown and finished requests are left alone."""

@@ -131,10 +131,11 @@ class Memory:
 
     # Promises.
 
-    def _promised(self, seq: Sequence) -> tuple[dict[Granularity, int], dict[Granularity, int]]:
+    def _promised(self, seq: Sequence | None) -> tuple[dict[Granularity, int], dict[Granularity, int]]:
         """Pages promised to the other rows, and the largest compaction of all; by granularity."""
         promises, compaction = dict.fromkeys(Granularity, 0), dict.fromkeys(Granularity, 0)
-        compaction[seq.group.facts.granularity] = seq.compaction_pages
+        if seq is not None:
+            compaction[seq.group.facts.granularity] = seq.compaction_pages
         for other in self.holders.values():
             if other is not seq and other.pages is not None:
                 granularity = other.pages.granularity
@@ -267,6 +268,17 @@ class Memory:
         pages, copies = seq.pages.fork(share)
         self.put_aside(pages)
         return pages, copies
+
+    def restore_aside(self, granularity: Granularity, lengths: np.ndarray) -> RowPages | None:
+        """Fresh pages without a row, for rows that come back; None, if these are promised to others or not free."""
+        promises, compaction = self._promised(None)
+        promises[granularity] += self._pages(lengths)
+        if not self.pool.fits({g: promises[g] + compaction[g] for g in Granularity}):
+            return None
+        pages = RowPages(self.pool, granularity)
+        pages.restore(lengths)
+        self.put_aside(pages)
+        return pages
 
     def _seat(self, seq: Sequence) -> None:
         seq.row = self.free_rows.pop()

@@ -183,6 +183,11 @@ METHODS = (
 that keep different numbers."""
 
 
+def _knobs(method: MethodFacts) -> dict[str, str]:
+    fields = dataclasses.asdict(method) if isinstance(method, MockMethod) else {}
+    return {name: str(value) for name, value in fields.items()}
+
+
 @dataclasses.dataclass
 class _Row:
     """What the device knows of a row."""
@@ -282,6 +287,8 @@ class MockRunner:
             prefill_buckets,
             (EOS,),
             {method.name: method for method in methods},
+            {"weights": script if isinstance(script, str) else script.__name__},
+            {method.name: _knobs(method) for method in methods},
         )
         self._script = SCRIPTS[script] if isinstance(script, str) else script
         self.eos_after = eos_after
@@ -603,20 +610,65 @@ class MockRunner:
 
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
         self._enter("export_parked")
-        state = self._moved(parked, pages)
+        state = parked.payload.copy()
+        columns = self._pages(self._lengths(state))
+        inside = np.arange(pages.shape[-1]) < columns[..., None]
+        self._require(bool((pages[~inside] == -1).all()), "pages are copied that the row does not have")
+        self._require(pages.dtype == np.int32 and pages.shape[-1] >= columns.max(), "the row has more pages")
+        # They may be copies of those that were parked.
+        state.table = np.zeros_like(state.table)
+        state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
+        self._check_contents(0, state, partial=True)
+        rows = self._pool[self._head_pages(state.granularity, pages)]
         self._leave("export_parked")
-        return SwappedRow(state, int((pages >= 0).sum()) * 64)
+        return SwappedRow((state, rows), int((pages >= 0).sum()) * 64)
 
     def import_parked(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> ParkedRow:
         self._enter("import_parked")
-        state = swapped.payload.copy()
+        if isinstance(swapped.payload, _Row):  # from a row
+            state, rows = swapped.payload.copy(), None
+        else:
+            state, rows = swapped.payload[0].copy(), swapped.payload[1]
         self._require(state.method == method, "a row came back under another method")
         state.table = np.zeros_like(state.table)
-        state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
-        self._check_pages(0, state, pages)
-        self._write(state, np.zeros_like(self._lengths(state)))
+        if rows is None:
+            state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
+            self._check_pages(0, state, pages)
+            self._write(state, np.zeros_like(self._lengths(state)))
+        else:
+            ids = self._head_pages(state.granularity, pages)
+            self._require(len(ids) == len(rows), f"{len(rows)} head-pages can't be restored into {len(ids)}")
+            self._pool[ids[ids > 0]] = rows[ids > 0]
         self._leave("import_parked")
         return ParkedRow(state, 64)
+
+    def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
+        state, rows = swapped.payload, None
+        if not isinstance(state, _Row):
+            state, rows = swapped.payload
+        numbers = [state.last_stamp, state.prompt_end, state.compacted_at, state.replayed, state.resumed]
+        arrays = {
+            "history": np.array(state.history, np.int64),
+            "lengths": self._lengths(state),
+            "stamps": np.concatenate([s for layer in state.stamps for s in layer]),
+            "numbers": np.array(numbers, np.int64),
+        }
+        return arrays if rows is None else arrays | {"rows": rows}
+
+    def unpack(self, method: str, arrays: dict[str, np.ndarray]) -> SwappedRow:
+        state = self._empty(method)
+        lengths, stamps = arrays["lengths"], arrays["stamps"]
+        if lengths.shape != (len(state.stamps), len(state.stamps[0])) or lengths.sum() != len(stamps):
+            raise ValueError(f"{method} has no rows of shape {lengths.shape}")
+        parts = iter(np.split(stamps, np.cumsum(lengths.reshape(-1))[:-1]))
+        state.stamps = [[next(parts).astype(np.int64) for _ in layer] for layer in lengths]
+        state.history = arrays["history"].tolist()
+        state.last_stamp, state.prompt_end, state.compacted_at, state.replayed, resumed = arrays["numbers"].tolist()
+        state.resumed = bool(resumed)
+        if "rows" not in arrays:
+            return SwappedRow(state, int(self._pages(lengths).sum()) * 64)
+        span = self._limits.geometry.head_pages_per_page(state.granularity)
+        return SwappedRow((state, arrays["rows"]), len(arrays["rows"]) // span * 64)
 
     def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
         self._enter("copy_pages")
@@ -625,15 +677,6 @@ class MockRunner:
             self._require(origin > 0 and copy > 0, "the null page is copied")
             self._pool[self._span(granularity, copy)] = self._pool[self._span(granularity, origin)]
         self._leave("copy_pages")
-
-    def _moved(self, parked: ParkedRow, pages: np.ndarray) -> _Row:
-        """A parked row whose pages the host lists; they may be copies of those that were parked."""
-        state = parked.payload.copy()
-        state.table = np.zeros_like(state.table)
-        state.table[..., : pages.shape[-1]] = np.maximum(pages, 0)
-        self._check_pages(0, state, pages)
-        self._check_contents(0, state)
-        return state
 
     # What the device does.
 
@@ -704,13 +747,16 @@ class MockRunner:
                 pages, offsets = self._places(row, l, h, first, len(stamps))
                 self._pool[pages, offsets] = stamps[first:] + self._cells(row, l, h)
 
-    def _check_contents(self, index: int, row: _Row) -> None:
+    def _check_contents(self, index: int, row: _Row, partial: bool = False) -> None:
+        """Reads everything back; with `partial` only what is in pages that the table lists."""
         if not self.verify:
             return
         for l, layer in enumerate(row.stamps):
             for h, stamps in enumerate(layer):
-                pages, offsets = self._places(row, l, h, 0, len(stamps))
-                same = self._pool[pages, offsets] == stamps + self._cells(row, l, h)
+                listed = row.table[l, h, : -(-len(stamps) // self._limits.geometry.page_size)]
+                start = int((listed == 0).sum()) * self._limits.geometry.page_size if partial else 0
+                pages, offsets = self._places(row, l, h, start, max(start, len(stamps)))
+                same = self._pool[pages, offsets] == stamps[start:] + self._cells(row, l, h)
                 self._require(bool(same.all()), f"row {index} layer {l} head {h} reads what it did not write")
         self.recall.check(index, row)
 
@@ -720,6 +766,11 @@ class MockRunner:
         right = pages.dtype == np.int32 and pages.shape[-1] >= columns.max() and bool((pages[~mask] == -1).all())
         self._require(right, f"row {index} has {columns.tolist()} pages, the plan lists others")
         self._require(bool((pages == row.table[..., : pages.shape[-1]])[mask].all()), f"row {index} has other pages")
+
+    def _head_pages(self, granularity: Granularity, pages: np.ndarray) -> np.ndarray:
+        """Those of all pages that are listed, in order."""
+        parts = self._limits.geometry.head_pages_per_page(granularity)
+        return (pages[pages >= 0][:, None] * parts + np.arange(parts)).reshape(-1)
 
     def _span(self, granularity: Granularity, page: int) -> slice:
         parts = self._limits.geometry.head_pages_per_page(granularity)

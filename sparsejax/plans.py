@@ -376,7 +376,8 @@ class RunnerLimits:
       eos_ids: ids that end a text.
       methods: served methods by name; the first is the default.
       page_bytes: device bytes of one sequence-granular page, 0 where that is not known.
-      identity: digest of all else that makes rows comparable: weights, storage, knobs of the methods, tokenizer.
+      identity: all else that makes rows comparable, by name: digests of weights and tokenizer, storage, ...
+      knobs: of each method, by its name in `methods`.
     """
 
     geometry: Geometry
@@ -387,7 +388,8 @@ class RunnerLimits:
     prefill_buckets: tuple[tuple[int, int], ...]
     eos_ids: tuple[int, ...]
     methods: Mapping[str, MethodFacts]
-    identity: str = ""
+    identity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    knobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     page_bytes: int = 0
 
 
@@ -447,11 +449,23 @@ class Runner(Protocol):
     def unpark(self, method: str, plan: UnparkRow) -> None: ...
 
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
-        """Copies the pages and the state of a parked row to the host."""
+        """Copies the pages and the state of a parked row to the host; where `pages` says -1, a page is left out."""
         ...
 
     def import_parked(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> ParkedRow:
-        """Restores pages from `export_parked` or `export_row` into fresh ones; needs no row."""
+        """Restores pages from `export_parked` or `export_row` into fresh ones, or drops them where `pages` says 0.
+
+        Needs no row. `pages` has -1 where it had -1 when they were copied. A row that was copied in parts is restored
+        part by part, and its state is that of the last one.
+        """
+        ...
+
+    def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
+        """The pages and the state as arrays of NumPy's own dtypes, for files. Waits for the copy. Any thread."""
+        ...
+
+    def unpack(self, method: str, arrays: dict[str, np.ndarray]) -> SwappedRow:
+        """The reverse of `pack`, for `import_parked`. Any thread. Raises ValueError: they don't fit this engine."""
         ...
 
     def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:

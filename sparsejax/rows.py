@@ -44,6 +44,7 @@ class RowPages:
       count: pages held in all.
       room: tokens that can be appended before any head needs a page.
       shared: another row may hold some of the pages too.
+      unchanged: int32 [layers, heads], rows that are as they were when `mark` was last called; 0 before.
     """
 
     def __init__(self, pool: PagePool, granularity: Granularity) -> None:
@@ -57,6 +58,7 @@ class RowPages:
         self.count = 0
         self.room = 0
         self.shared = False
+        self.unchanged = np.zeros(shape, np.int32)
 
     @property
     def length(self) -> int:
@@ -121,9 +123,14 @@ class RowPages:
         ids = self.table[gone]
         self.table[gone] = 0
         self.columns, self.lengths = columns.astype(np.int32), lengths.astype(np.int32)
+        self.unchanged = np.minimum(self.unchanged, self.lengths)
         self.count -= len(ids)
         self.room = int((self.columns * self.page_size - self.lengths).min())
         self._pool.free(self.granularity, ids)
+
+    def mark(self) -> None:
+        """All rows are somewhere else too."""
+        self.unchanged = self.lengths.copy()
 
     def owns_tail(self, tokens: int) -> bool:
         """The pages that would be last without the newest `tokens` rows are nobody else's: they may be written."""
@@ -160,6 +167,7 @@ class RowPages:
         table[~due] = self.table[..., : table.shape[-1]][~due]
         table[due, : fresh.shape[-1]] = fresh[due]
         self.table, self.lengths = table, np.where(due, kept, self.lengths).astype(np.int32)
+        self.unchanged = np.where(due, 0, self.unchanged).astype(np.int32)
         self.count = int(self.columns.sum())
         self.room = int((self.columns * self.page_size - self.lengths).min())
         self.shared = self.shared and not due.all()
@@ -210,6 +218,7 @@ class RowPages:
         held = self.held()
         self.columns[:] = 0
         self.lengths[:] = 0
+        self.unchanged[:] = 0
         self.count = self.room = 0
         self._pool.free(self.granularity, held)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from sparsejax import steps, transfers
+from sparsejax import exported, steps, transfers
 from sparsejax.cache.evicted import EvictedPages
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
@@ -113,14 +113,6 @@ class RowCounts:
         return np.asarray(self._counts)
 
 
-class _Exported:
-    """A swapped row on its way to host memory. Device buffers live until their copies have arrived."""
-
-    def __init__(self, row_state: Any, blocks: list[transfers.ExportedPages], num_head_pages: int):
-        self.arrays: Any = transfers.to_host((row_state, blocks))
-        self.num_head_pages = num_head_pages
-
-
 class DeviceRunner:
     """Implements `plans.Runner` for one model, one storage and the methods that share it.
 
@@ -137,6 +129,7 @@ class DeviceRunner:
       implementation: kernel implementation or None.
       fail_on_retrace: raise when a program is compiled after `seal`.
       on_compile: called with (program name, seconds) for every compilation.
+      identity, knobs: see `plans.RunnerLimits`.
       recall: `programs` gives those of recall, too.
     """
 
@@ -156,6 +149,8 @@ class DeviceRunner:
         implementation: str | None = None,
         fail_on_retrace: bool = False,
         on_compile: Callable[[str, float], None] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        knobs: Mapping[str, Any] | None = None,
         recall: bool = False,
     ) -> None:
         self._limits = RunnerLimits(
@@ -168,6 +163,8 @@ class DeviceRunner:
             eos_ids=eos_ids,
             methods=dict(methods),
             page_bytes=sequence_page_nbytes(geometry, tuple(methods.values()), storage),
+            identity=identity or {},
+            knobs=knobs or {},
         )
         self.weights = weights
         self._methods = methods
@@ -558,8 +555,7 @@ class DeviceRunner:
 
     def _export(self, head_pages: np.ndarray, row_state: transfers.RowState | transfers.ParkedState) -> SwappedRow:
         blocks = [self._run("export_rows", None, transfers.export_rows, ids) for ids in self._blocks(head_pages)]
-        exported = _Exported(row_state, blocks, len(head_pages))
-        return SwappedRow(exported, _nbytes(exported.arrays))
+        return exported.swapped(exported.Exported(row_state, blocks, len(head_pages)))
 
     def import_row(self, method: str, row: int, pages: np.ndarray, swapped: SwappedRow) -> None:
         row_state = self._import_pages(method, pages, swapped)
@@ -568,11 +564,11 @@ class DeviceRunner:
 
     def _import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> Any:
         """Writes a swapped row's pages; returns what it had beside them."""
-        exported: _Exported = swapped.payload
+        row: exported.Exported = swapped.payload
         head_pages = self._head_pages(method, pages[pages >= 0])
-        if len(head_pages) != exported.num_head_pages:
-            raise ValueError(f"row of {exported.num_head_pages} head-pages can't be restored into {len(head_pages)}")
-        row_state, blocks = exported.arrays
+        if len(head_pages) != row.num_head_pages:
+            raise ValueError(f"row of {row.num_head_pages} head-pages can't be restored into {len(head_pages)}")
+        row_state, blocks = row.arrays
         for ids, block in zip(self._blocks(head_pages), blocks, strict=True):
             self.state = self._run("import_rows", None, transfers.import_rows, ids, transfers.to_device(block))
         return transfers.to_device(row_state)
@@ -599,6 +595,12 @@ class DeviceRunner:
         parked = transfers.ParkedState(row_state.row_aux, row_state.request_aux)
         return ParkedRow(parked, _nbytes(parked))
 
+    def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
+        return exported.pack(swapped)
+
+    def unpack(self, method: str, arrays: dict[str, np.ndarray]) -> SwappedRow:
+        return exported.unpack(arrays, self.state, self._block_size)
+
     def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
         source, target = np.asarray(copies, np.int32).T
         self._copy(self._head_pages(method, source), self._head_pages(method, target))
@@ -610,8 +612,12 @@ class DeviceRunner:
         table[:, :, : pages.shape[2]] = np.maximum(pages, 0)
         return table
 
+    @property
+    def _block_size(self) -> int:
+        return EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
+
     def _blocks(self, head_pages: np.ndarray) -> Iterator[np.ndarray]:
-        size = EXPORT_COLUMNS * self._limits.geometry.head_pages_per_sequence_page
+        size = self._block_size
         for start in range(0, len(head_pages), size):
             yield _padded(head_pages[start : start + size], size)
 

@@ -23,6 +23,8 @@ from sparsejax.prefill import Bucket
 from sparsejax.request import TokenEvent, TokenLogprob
 from sparsejax.rows import Sequence, State
 
+_DISK_WAIT_S = 0.01  # before other threads are heard again
+
 
 class Scheduler(Lifecycle):
     """The engine's state machine, without a thread. Everything but `prepare` belongs to the engine thread."""
@@ -41,6 +43,7 @@ class Scheduler(Lifecycle):
             self._collect()
         self._expire()
         self.chains.tiers.expire()
+        self._poll_chains()
         for seq in [seq for seq in self.running if seq.phase_due]:
             self._settle(seq)
             self._rest(seq)
@@ -52,6 +55,8 @@ class Scheduler(Lifecycle):
             self._stuck = 0
         elif self.launches:
             self._collect()
+        elif any(self.chains.loading(seq) for seq in self.waiting):
+            self.chains.tiers.wait(_DISK_WAIT_S)
         elif self.groups:
             self._break_impasse()
         for request_id in self._broken:
@@ -214,7 +219,7 @@ class Scheduler(Lifecycle):
         queue = [s for s in self.running if s.state in (State.PREFILL, State.REPLAY) and not s.awaits_scores]
         if self.memory.free_rows:
             queue += self.swapped
-            queue += [seq for seq in self.waiting if seq.leader is None]
+            queue += [seq for seq in self.waiting if seq.leader is None and not self.chains.loading(seq)]
         queue.sort(key=lambda seq: (-self._urgency(seq, now), age(seq)))
         candidates: list[Sequence] = []
         restored = closed = False

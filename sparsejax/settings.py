@@ -38,6 +38,8 @@ class EngineSettings:
     chain_ttl_s: float = _setting(
         3600.0, "idle time after which a chain goes a tier down, at last away", 0.001, unit="s"
     )
+    chain_disk_bytes: int = _setting(64 << 30, "disk space for chains, if they have a directory", 0, unit="B")
+    chain_disk_ttl_s: float = _setting(7 * 86400.0, "idle time after which a chain on disk goes", 0.001, unit="s")
     chain_checkpoints: int = _setting(
         2, "states at turn ends that a chain keeps, its last one included; 0 for none", 0, 128
     )

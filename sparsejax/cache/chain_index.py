@@ -139,6 +139,7 @@ class ChainIndex:
         self._max_tombstones = max_tombstones
         self._max_checkpoints = max_checkpoints
         self._recompute_s = recompute_s
+        self.on_gone: Callable[[Chain], None] = lambda chain: None
         self.changes = 0  # grows whenever any chain's state or payload changes
         self._tick = 0
         self._buckets: dict[bytes, dict[Chain, None]] = {}  # stride hash -> chains with a boundary in that stride
@@ -409,6 +410,14 @@ class ChainIndex:
         self.counts["finished"] += 1
         self._touch(chain, self._clock())
 
+    def restore(self, chain: Chain) -> None:
+        """Takes over an idle chain that an earlier boot has left. Such chains come oldest use first."""
+        self._tick += 1
+        chain.created_tick = self._tick
+        self.chains[chain.chain_id] = chain
+        self.counts["restored"] += 1
+        self._touch(chain, chain.used_s)
+
     def unclaim(self, chain: Chain, owner: str) -> None:
         """The turn ended before it wrote anything: the chain is as it was; one without a state is gone."""
         self._check_owner(chain, owner)
@@ -587,6 +596,7 @@ class ChainIndex:
         for payload in payloads:
             if payload is not None:
                 self._release(payload)
+        self.on_gone(chain)
 
 
 def _boundaries(chain: Chain) -> list[tuple[int, Tier, int | None]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 import numpy as np
 
+from sparsejax.chain_disk import Disk
 from sparsejax.geometry import Granularity
 from sparsejax.mock import MockRunner
+from sparsejax.plans import Runner
 from sparsejax.request import Request, SamplingParams, TokenEvent
 from sparsejax.scheduler import Scheduler
 from sparsejax.settings import EngineSettings
@@ -32,9 +35,11 @@ class Bench:
     def __init__(self, settings: EngineSettings | None = None, **mock: object) -> None:
         self.clock = Clock()
         mock.setdefault("step_s", 0.01)
+        open_disk: Callable[[Runner], Disk] | None = mock.pop("open_disk", None)  # type: ignore[assignment]
         self.checks = True
         self.runner = MockRunner(clock=self.clock, sleep=self.clock.sleep, **mock)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.runner, settings, clock=self.clock)
+        disk = open_disk(self.runner) if open_disk is not None else None
+        self.scheduler = Scheduler(self.runner, settings, clock=self.clock, disk=disk)
         self.events: dict[str, list[TokenEvent]] = collections.defaultdict(list)
         self.requests: dict[str, Request] = {}
 
