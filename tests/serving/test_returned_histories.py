@@ -152,3 +152,26 @@ def test_a_visible_stop_token_is_kept(live: LiveServer) -> None:
     again[1] = {"role": "assistant", "content": "one t"}
     second = ask(live, again, return_token_ids=True, cache_salt="other")
     assert b"one t\n" in bytes(i for i in second["prompt_token_ids"] if i < 256)
+
+
+def test_g_a_cut_answer_goes_on(live: LiveServer) -> None:
+    """The history and nothing else: its last token alone is computed."""
+    messages = [say("one two three")]
+    first = ask(live, messages, max_tokens=5)
+    said = first["choices"][0]["message"]["content"]
+    assert (said, first["choices"][0]["finish_reason"]) == ("one t", "length")
+    again = [*messages, {"role": "assistant", "content": said}]
+    second = ask(live, again, continue_final_message=True)
+    assert second["chain"]["id"] == first["chain_id"]
+    assert second["chain"]["prefilled_tokens"] == 1
+
+
+def test_h_the_same_question_again(live: LiveServer) -> None:
+    """Regenerated answers are other turns of the same prompt; the first answer's chain stays as it is."""
+    first = ask(live, [say(SAID)])
+    second_messages = [say(SAID), {"role": "assistant", "content": "Paris"}, say("more")]
+    second = ask(live, second_messages)
+    again = ask(live, second_messages)
+    assert again["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
+    assert again["chain"]["reused_tokens"] >= first["chain"]["total_tokens"] - 1
+    assert again["chain_id"] != second["chain_id"]
