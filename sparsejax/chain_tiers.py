@@ -76,6 +76,7 @@ class Tiers:
         self._bases: dict[str, StoredRows] = {}  # what active chains were before their turn
         self._expired_s = clock()
         self._reclaimable = (-1, 0)  # as of so many changes of the index
+        self._held: dict[Chain, tuple[int, int]] = {}  # version of each chain, and its head-pages on the device
 
     # Room on the device.
 
@@ -83,10 +84,15 @@ class Tiers:
         """At most so many head-pages come free if every chain but that of `seq` leaves the device."""
         changes, found = self._reclaimable
         if changes != self.index.changes:  # asked for every waiting request in every step
-            chains = self.index.chains.values()
-            rows = [r for chain in chains for r in (chain.payload, *(c.payload for c in chain.checkpoints))]
-            found = sum(size_of(r) for r in rows if isinstance(r, DeviceRows))
-            self._reclaimable = self.index.changes, found
+            held, known = {}, self._held
+            for chain in self.index.chains.values():
+                version, pages = known.get(chain, (-1, 0))
+                if version != chain.version:
+                    rows = (chain.payload, *(c.payload for c in chain.checkpoints))
+                    pages = sum(size_of(r) for r in rows if isinstance(r, DeviceRows))
+                held[chain] = chain.version, pages
+            found = sum(pages for _, pages in held.values())
+            self._held, self._reclaimable = held, (self.index.changes, found)
         own = seq.chain.payload if seq is not None and seq.chain is not None else None
         return found - (size_of(own) if isinstance(own, DeviceRows) else 0)
 

@@ -69,8 +69,9 @@ def of_nothing(chains: Iterable[Chain], dead: Mapping[bytes, str], turn: Turn, h
             best = stride * STRIDE
             found = Miss(reason, f"a chain of at least {best} of these tokens is gone ({reason})")
             break
+    beginning = turn.ids[:MIN_TOKENS].tobytes()
     for chain in itertools.islice(chains, MAX_CHAINS):
-        if chain.tenant != turn.tenant:
+        if chain.tenant != turn.tenant or chain.ledger[:MIN_TOKENS].tobytes() != beginning:
             continue
         common = _common(chain, turn.ids, hashes if chain.seed == turn.seed else None)
         if common <= best:
@@ -103,8 +104,6 @@ def _common(chain: Chain, ids: np.ndarray, hashes: list[bytes] | None) -> int:
             else:
                 high = middle - 1
     start = low * STRIDE
-    if not start and not np.array_equal(chain.ledger[:MIN_TOKENS], ids[:MIN_TOKENS]):
-        return common_prefix(chain.ledger[:MIN_TOKENS], ids[:MIN_TOKENS])
     # The next hash differs, so the difference is near; where it is not known the rest is compared as well.
     near = common_prefix(chain.ledger[start : start + STRIDE], ids[start : start + STRIDE])
     return start + (near if near < STRIDE else common_prefix(chain.ledger[start:], ids[start:]))
