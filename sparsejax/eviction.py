@@ -216,11 +216,11 @@ def keep_more(rows: jax.Array, counts: jax.Array, kept: jax.Array, lengths: jax.
     Returns:
       int32 [heads or 1, most]; the first `kept` of each head ascending.
     """
-    index = jnp.arange(rows.shape[1], dtype=jnp.int32)
+    index = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     dropped = (lengths - kept)[:, None]
     # So many rows are dropped that all behind the last of them stay; before it those that were chosen.
     chosen = ((rows - index < dropped) & (index < counts[:, None])).sum(1, dtype=jnp.int32, keepdims=True)
-    index = jnp.arange(most, dtype=jnp.int32)
+    index = jnp.arange(most, dtype=jnp.int32)[None]
     rows, _, _ = jnp.broadcast_arrays(rows, counts[:, None], dropped)
     padded = jnp.pad(rows, ((0, 0), (0, max(0, most - rows.shape[1]))))[:, :most]
     return jnp.where(index < chosen, padded, dropped + index)

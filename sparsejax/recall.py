@@ -231,10 +231,11 @@ class Recall:
     @contextlib.contextmanager
     def aside(self, seq: Sequence) -> Iterator[None]:
         """Meanwhile the row is its own pages only."""
-        if seq.loan is None or seq.recall is None or not seq.recall.in_front:
+        if seq.recall is None:
             yield
             return
-        self._take_away(seq)
+        if seq.recall.in_front:
+            self._take_away(seq)
         try:
             yield
         except RequestError:  # nothing was done
@@ -244,12 +245,11 @@ class Recall:
         self._put_in_front(seq)
 
     def _join(self, seq: Sequence, recall: Recalled) -> None:
-        """What was dropped meanwhile stays with a turn that was lent everything."""
+        """What was dropped meanwhile stays with a turn that is lent everything."""
         pages, recall.joining = recall.joining, ()
         if not pages:
             return
-        assert seq.loan is not None
-        assert recall.columns is not None
+        assert seq.pages is not None
         more = self._columns_of(seq, pages)
         self._memory.shrink(seq)
         while not self._memory.fits_beside(seq, int(more.sum())):
@@ -257,6 +257,7 @@ class Recall:
                 recall.reason = "no room"
                 break
         else:
+            seq.loan = seq.loan or RowPages(self._memory.pool, seq.pages.granularity)
             table = seq.loan.extend(more)
             index = np.arange(table.shape[2], dtype=np.int32)
             entries = np.where(index < self._spread(more)[..., None], index, np.int32(-1))
@@ -266,7 +267,7 @@ class Recall:
                 self._end_loan(seq, "refused")
             else:
                 recall.pages += _copies(pages)
-                recall.columns, recall.order = recall.columns + more, None
+                recall.columns, recall.order = more if recall.columns is None else recall.columns + more, None
         for some in pages:
             some.fresh = None
 
@@ -331,7 +332,7 @@ class Recall:
             return
         self.store.add(pages)
         seq.evicted += pages
-        if seq.loan is not None and seq.recall is not None and seq.recall.budget == "all":
+        if seq.base and seq.recall is not None and seq.recall.budget == "all":
             seq.recall.joining = pages
             return
         for some in pages:

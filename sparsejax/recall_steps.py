@@ -110,9 +110,9 @@ def pack_rows(statics: Statics, state: KVState, dropped: Dropped, first: jax.Arr
         view = layer_view(geometry, grain, table, lengths, layer)
         stays = layer_view(geometry, grain, table, kept, layer).lengths[0][:, None]  # [heads or 1, 1]
         rows = dropped.rows[layer]
-        step = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        step = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
         before = jnp.where(step < stays, rows - step, jnp.iinfo(jnp.int32).max)  # dropped rows before each that stayed
-        row = index + jax.vmap(lambda line: jnp.searchsorted(line, index, side="right"))(before).astype(jnp.int32)
+        row = index[None] + jax.vmap(lambda line: jnp.searchsorted(line, index, side="right"))(before).astype(jnp.int32)
         row = jnp.clip(row, 0, view.table.shape[2] * page - 1)[None]
         head_pages, offsets = view.pages_at(row // page)[0], (row % page)[0]
         found = {name: array[head_pages, offsets] for name, array in arrays.items()}
@@ -207,7 +207,7 @@ def score_pages(queries: jax.Array, count: jax.Array, low: jax.Array, high: jax.
     how = {"precision": jax.lax.Precision.HIGHEST}
     bound = jnp.einsum("lchgd,lhpd->lhpcg", jnp.maximum(grouped, 0), high.astype(jnp.float32), **how)
     bound += jnp.einsum("lchgd,lhpd->lhpcg", jnp.minimum(grouped, 0), low.astype(jnp.float32), **how)
-    counts = (jnp.arange(chunk, dtype=jnp.int32) < count)[:, None]
+    counts = (jnp.arange(chunk, dtype=jnp.int32) < count)[None, None, None, :, None]
     return jnp.where(counts, bound, -jnp.inf).max((3, 4))
 
 
@@ -235,8 +235,8 @@ def build_page_aux(statics: Statics, state: KVState, table: jax.Array, lengths: 
         view = layer_view(geometry, method.granularity, table, lengths, layer)
         head_pages = view.head_pages(block * COLUMNS, COLUMNS)  # [1, kv_heads, columns]
         left = jnp.clip(view.lengths - block * COLUMNS * page, 0, COLUMNS * page)
-        head_pages = jnp.where(index[::page] < left[..., None], head_pages, 0)
-        target, offsets = jnp.repeat(head_pages, page, axis=2), jnp.broadcast_to(index % page, (1, 1, index.shape[0]))
+        head_pages = jnp.where(index[None, None, ::page] < left[..., None], head_pages, 0)
+        target, offsets = jnp.repeat(head_pages, page, axis=2), (index % page)[None, None]
         rows = {name: array[target, offsets] for name, array in state.pools.items()}
         positions = rows.pop(POSITIONS)
         keys, _ = load_tile(statics)(rows, layer)
