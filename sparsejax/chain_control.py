@@ -190,7 +190,9 @@ def pin(chains: Chains, chain_id: str, tenant: str, ttl_s: float) -> ChainInfo:
 
 
 def demote(chains: Chains, chain_id: str, tenant: str) -> ChainInfo:
-    """Moves an idle chain from the device to the host and drops its checkpoints. One that is there already stays.
+    """Moves an idle chain a tier down: from the device to the host, without its checkpoints, or from there to disk.
+
+    One that is at the host stays there if it is not on disk.
 
     Raises:
       ChainBusyError, ChainCapacityError.
@@ -202,6 +204,8 @@ def demote(chains: Chains, chain_id: str, tenant: str) -> ChainInfo:
             text = f"the host has no room for chain {chain_id}"
             raise ChainCapacityError(text, chain_id=chain_id, retry_after_s=5.0)
         chains.index.drop_checkpoints(chain)
+    else:
+        chains.tiers.lower(chain)
     return describe(chains, chain)
 
 

@@ -132,6 +132,7 @@ class Disk:
         self.used_bytes = sum(s.nbytes for s in store.found)
         self.reserved_bytes = 0
         self.pending: collections.Counter[str] = collections.Counter()
+        self._undeleted: set[str] = set()  # what could not be deleted; it must not come back with the next boot
         for name, reason in store.dropped:
             log.warning("%s in %s was dropped: %s", name, store.path, reason)
 
@@ -177,6 +178,7 @@ class Disk:
                 part.saved[chain_id] = saved_part
             return snapshot
 
+        self._delete_again()
         self.reserved_bytes += reserved
         self._submit(Job("save", chain_id, run, rows, new, reserved))
 
@@ -209,7 +211,14 @@ class Disk:
         if snapshot is not None:
             self.used_bytes -= snapshot.nbytes
         if snapshot is not None or self.pending[chain_id]:
-            self._submit(Job("remove", chain_id, lambda: self._store.remove(chain_id)))
+            self._delete(chain_id)
+
+    def _delete(self, chain_id: str) -> None:
+        self._submit(Job("remove", chain_id, lambda: self._store.remove(chain_id)))
+
+    def _delete_again(self) -> None:
+        while self._undeleted:
+            self._delete(self._undeleted.pop())
 
     def _submit(self, job: Job) -> None:
         for part in job.parts:
@@ -231,6 +240,8 @@ class Disk:
                 old = self.snapshots.get(job.chain_id)
                 self.used_bytes += job.result.nbytes - (old.nbytes if old else 0)
                 self.snapshots[job.chain_id] = job.result
+            if job.kind == "remove" and job.error is not None:
+                self._undeleted.add(job.chain_id)
             if job.error is not None:
                 log.warning("chain %s: %s failed: %s", job.chain_id, job.kind, job.error)
         return done
@@ -241,6 +252,7 @@ class Disk:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finishes what is under way and lets go of the directory."""
+        self._delete_again()
         if not self._worker.close(timeout_s):
             log.error("snapshots of chains were not all written within %.0f s", timeout_s)
         self._store.close()

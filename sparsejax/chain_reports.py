@@ -7,7 +7,7 @@ import dataclasses
 import logging
 
 from sparsejax.cache.chain import ChainState, Tier
-from sparsejax.chain_rows import size_of, tier_of
+from sparsejax.chain_rows import DeviceRows
 from sparsejax.chain_tiers import Tiers
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import RunnerLimits
@@ -86,20 +86,23 @@ def begun(seq: Sequence, metrics: EngineMetrics) -> None:
 
 
 def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics) -> None:
-    """Chains by state and tier, their bytes, and what the index has counted. Shared pages count for each chain."""
-    index, entries, sizes = tiers.index, collections.Counter[str](), collections.Counter[Tier]()
+    """Chains by state and tier, the bytes of each tier, and what the index has counted.
+
+    Pages that chains share count for each of them. Copies of rows that are on the device count where they are.
+    """
+    index, entries, pages = tiers.index, collections.Counter[str](), 0
     for chain in index.chains.values():
         idle = chain.state is ChainState.IDLE
         entries[f"idle_{chain.tier.name.lower()}" if idle else chain.state.value] += 1
         for payload in (chain.payload, *(c.payload for c in chain.checkpoints)):
-            if payload is not None:
-                sizes[tier_of(payload)] += size_of(payload)
+            if isinstance(payload, DeviceRows):
+                pages += payload.pages.head_pages
     idle_states = [f"idle_{tier.name.lower()}" for tier in Tier]
     for state in (ChainState.RESTORING.value, ChainState.ACTIVE.value, *idle_states):
         metrics.chain_entries.set(entries[state], state=state)
-    for tier in Tier:
-        unit = limits.page_bytes / limits.geometry.head_pages_per_sequence_page if tier is Tier.DEVICE else 1
-        metrics.chain_bytes.set(sizes[tier] * unit, tier=tier.name.lower())
+    page_bytes = limits.page_bytes / limits.geometry.head_pages_per_sequence_page
+    for tier, nbytes in zip(Tier, (pages * page_bytes, tiers.host_bytes, tiers.disk_bytes), strict=True):
+        metrics.chain_bytes.set(nbytes, tier=tier.name.lower())
     for event, count in index.counts.items():
         if event != "reused_tokens":
             metrics.chain_events.set_total(count, event=event)

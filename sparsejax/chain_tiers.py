@@ -156,7 +156,25 @@ class Tiers:
         self.index.counts["demoted"] += 1
         return True
 
+    def lower(self, chain: Chain) -> bool:
+        """Frees the host memory of an idle chain that is on disk too. Returns False if it is not."""
+        if chain.tier is not Tier.HOST or not self._to_disk(chain.payload):
+            return False
+        self._place(chain, chain.payload)
+        self.index.counts["moved_to_disk"] += 1
+        return True
+
     # Host memory.
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use, that of rows on their way to and from disk included."""
+        return self.host.used_bytes + self.staging.used_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk space in use."""
+        return self.disk.used_bytes if self.disk is not None else 0
 
     def store(
         self, method: str, swapped: SwappedRow, lengths: np.ndarray, extra: int = 0, staged: bool = False
@@ -206,9 +224,8 @@ class Tiers:
                 return True
             if isinstance(chain.payload, DeviceRows):
                 self._drop_copy(chain)
-            elif self._to_disk(chain.payload):
-                self._place(chain, chain.payload)
-                self.index.counts["moved_to_disk"] += 1
+            else:
+                self.lower(chain)
         for chain in hosted if drop_chains else ():
             if done():
                 return True
@@ -613,9 +630,8 @@ class Tiers:
         for chain in self.index.expired(self._settings.chain_ttl_s):
             if chain.tier is Tier.DEVICE and not _passing(chain) and self.demote(chain):
                 self.index.drop_checkpoints(chain)
-            elif chain.tier is Tier.HOST and self._to_disk(chain.payload):
-                self._place(chain, chain.payload)
-                self.index.counts["moved_to_disk"] += 1
+            elif self.lower(chain):
+                continue
             elif chain.tier is Tier.HOST and any(part.leases for part in chain.payload.parts):
                 continue  # it is being written
             elif chain.tier is not Tier.DISK or now - max(chain.used_s, chain.placed_s) > self._disk_ttl_s(chain):

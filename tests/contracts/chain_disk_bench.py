@@ -164,10 +164,10 @@ class DiskTalk(Talk):
 
     def settle(self) -> None:
         """Everything under way is written, and known to be."""
-        self.worker.run()
-        for seq, error in self.chains.poll():
-            raise AssertionError((seq, error))
-        assert not self.worker.jobs
+        while self.worker.jobs or self.worker.finished:
+            self.worker.run()
+            for seq, error in self.chains.poll():
+                raise AssertionError((seq, error))
         self.bench.check()
 
     def stored(self) -> int:

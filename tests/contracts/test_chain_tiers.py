@@ -378,6 +378,21 @@ def test_a_disk_that_refuses_never_fails_a_turn(code: int, tmp_path: pathlib.Pat
     talk.end()
 
 
+def test_what_could_not_be_deleted_does_not_come_back(tmp_path: pathlib.Path) -> None:
+    talk = DiskTalk(tmp_path)
+    chains = [talk.turn(words(30, n), 9)[1] for n in range(2)]
+    talk.settle()
+    talk.files.error = OSError(errno.EACCES, "not now")
+    talk.index.drop(chains[0], "deleted")
+    talk.settle()
+    talk.files.error = None
+    talk.turn([*chains[1].ledger.tolist(), 3], 9, None, chains[1].chain_id)
+    talk.settle()
+    talk.kill()
+    assert list(talk.index.chains) == [chains[1].chain_id]
+    talk.end()
+
+
 def test_76_a_snapshot_beyond_the_budget_is_not_written(tmp_path: pathlib.Path) -> None:
     talk = DiskTalk(tmp_path, budget=1000)
     _, chain = talk.turn(words(60), 9)
