@@ -79,6 +79,7 @@ async def server_info(http: HTTPRequest) -> Response:
             "max_model_len": served.max_model_len,
             "method": served.default_method,
             "methods": list(served.methods),
+            "chain_cache": served.chain_cache,
             "info": {name: dict(facts) for name, facts in served.info.items()},
         }
     )

@@ -68,6 +68,7 @@ class StoredRows:
       visible: a restart would find them.
       loading: their parts on disk are being read.
       bounced: they were on the device ahead of their turn and had to leave it.
+      moved_s: seconds that bringing them nearer has taken since the turn before.
     """
 
     method: str
@@ -77,6 +78,7 @@ class StoredRows:
     visible: bool = False
     loading: bool = False
     bounced: bool = False
+    moved_s: float = 0.0
 
     @property
     def in_memory(self) -> bool:

@@ -382,7 +382,7 @@ class Tiers:
                 return
 
     def _promote(self, chain: Chain, rows: StoredRows) -> bool:
-        granularity = self._runner.limits.methods[rows.method].granularity
+        granularity, began_s = self._runner.limits.methods[rows.method].granularity, self._clock()
         pages = self._memory.restore_aside(granularity, rows.lengths)
         if pages is None:
             return False
@@ -395,6 +395,7 @@ class Tiers:
             return True
         payload = DeviceRows(rows.method, pages, parked, rows)
         self.index.place(chain, payload, size_of(payload), Tier.DEVICE)
+        rows.moved_s += self._clock() - began_s
         self.index.counts["promoted"] += 1
         return True
 
@@ -491,6 +492,7 @@ class Tiers:
             part.space = space
             space.used_bytes += part.nbytes
         assert disk is not None
+        rows.moved_s -= self._clock()  # until `_loaded`
         disk.load(rows)
         return True
 
@@ -547,6 +549,7 @@ class Tiers:
         rows = job.rows
         assert rows is not None
         rows.loading = False
+        rows.moved_s += self._clock()
         swapped: list[SwappedRow | None] = job.result or [None] * len(job.parts)
         for part, found in zip(job.parts, swapped, strict=True):
             assert part.space is not None

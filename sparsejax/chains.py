@@ -329,6 +329,8 @@ class Chains:
             self._memory.take_up(pages)
             parked, rows = payload.parked, payload.copy
         assert parked is not None
+        if rows is not None:
+            began_s, rows.moved_s = began_s - rows.moved_s, 0.0
         self.tiers.begin(seq.chain, rows)
         seen = seq.group.prompt[: seq.base]
         plan = UnparkRow(seq.row, pages.padded(-1), pages.lengths.copy(), seen, parked)

@@ -138,7 +138,7 @@ class EngineMetrics:
         self.chain_bytes = Gauge("chain_bytes", "Bytes of idle chains, by tier", "tier")
         self.chain_restore_seconds = Histogram(
             "chain_restore_seconds",
-            "Host time to give a turn its rows back, by tier (copies may still run)",
+            "Time to read a turn's rows and give them back, by the tier they were in; the device may still copy",
             _TIME_BUCKETS,
             "tier",
         )

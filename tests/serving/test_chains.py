@@ -10,11 +10,15 @@ import httpx
 import pytest
 
 from sparsejax.cache.chain import ChainIds
+from sparsejax.config import EngineConfig, ServerConfig
+from sparsejax.engine import Engine
+from sparsejax.errors import ConfigError
 from sparsejax.mock import MockRunner
+from sparsejax.serve import serve_built
 from sparsejax.serving.chain_answer import HEADERS
 from sparsejax.settings import EngineSettings
 from tests.serving.conftest import LiveServer, Servers
-from tests.serving.mocks import say_script
+from tests.serving.mocks import MockBuilt, say_script
 
 LONG = {"messages": [{"role": "user", "content": "say:" + "z" * 500}], "max_tokens": 3000}  # takes seconds when slow
 CHAT, TEXT, CHAINS = "/v1/chat/completions", "/v1/completions", "/v1/chains"
@@ -449,6 +453,17 @@ def test_chains_can_be_off(servers: Servers) -> None:
     refusal(server.get(CHAINS), 400, "chain_mode_disabled")
     match = server.post("/v1/chain_cache/routing_match", {"chain_id": "x"}).json()
     assert match == {"enabled": False, "present": False, "state": None, "tombstone": False}
+
+
+def test_the_setting_reaches_the_server() -> None:
+    for on in (True, False):
+        with Engine(MockRunner(), EngineSettings(chain_cache=on)) as engine:
+            assert serve_built(MockBuilt(engine._scheduler.runner, engine), ServerConfig()).chain_cache is on
+    for word in ("off", False):
+        assert EngineConfig(chain_cache=word).chain_cache == "off"  # type: ignore[arg-type]
+    assert EngineConfig(chain_cache=True).chain_cache == EngineConfig().chain_cache == "on"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--chain-cache must be one of on, off"):
+        EngineConfig(chain_cache="maybe")
 
 
 # Ends of turns.

@@ -277,6 +277,7 @@ def test_load_info_and_rows(servers: Servers) -> None:
         assert row["resident_tokens"] > 0
     info = server.get("/server_info").json()
     assert info["method"] == "dense"
+    assert info["chain_cache"] is True
     assert info["info"]["cache_config"] == {"page_size": 4}
     server.wait_idle()
     assert server.get("/load").json()["server_load"] == 0
