@@ -7,7 +7,6 @@ the conversation, whose own part is cut off again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from sparsejax.errors import RequestError
 from sparsejax.serving import prompts
@@ -16,8 +15,6 @@ from sparsejax.serving.state import Served, ServerState
 
 _QUESTION = Message(role="user", content=".")
 _ANSWER = Message(role="assistant", content=".")
-# Tokens that templates write behind the one that ends an answer: a line break, at most a few.
-_MAX_BEHIND_END = 4
 
 
 def check_append(body: ChatBody) -> None:
@@ -45,33 +42,24 @@ def check_append(body: ChatBody) -> None:
 
 
 async def suffix_ids(state: ServerState, served: Served, body: ChatBody) -> tuple[Sequence[int], bool]:
-    """(ids to append, whether the first of them ends the answer before them)."""
-    if body.prompt_token_ids is not None and body.chain_append_start is None:
+    """(ids to append of messages that are all new, whether the first of them ends the answer before them)."""
+    if body.prompt_token_ids is not None:
         prompts.check_ids(served, body.prompt_token_ids, "prompt_token_ids")
         return body.prompt_token_ids, False
     assert body.messages is not None
-    start = body.chain_append_start
-    answer, new = (_ANSWER, body.messages) if start is None else (body.messages[start - 1], body.messages[start:])
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, **variables}
+    conversation = prompts.conversation(
+        served,
+        [_QUESTION, _ANSWER, *body.messages],
+        add_generation_prompt=body.add_generation_prompt,
+        variables=variables,
+    )
 
-    async def render(messages: Sequence[Message], prompt: bool) -> list[int]:
-        return await prompts.render(state, served, messages, add_generation_prompt=prompt, variables=variables)
+    def work() -> tuple[list[int], bool]:
+        prompts.refuse_huge_messages(served, conversation.messages)
+        text, joint = conversation.suffix(served.tokenizer, 2)
+        return served.tokenizer.encode_sealed(text), joint
 
-    before = await render([_QUESTION, answer], False)
-    whole = await render([_QUESTION, answer, *new], body.add_generation_prompt is not False)
-    if whole[: len(before)] != before or len(whole) == len(before):
-        raise RequestError(
-            "the chat template writes an answer in another way once messages follow it; send the whole conversation "
-            "without chain_append and chain_append_start",
-            param="chain_append_start" if start is not None else "chain_append",
-            code="append_not_possible",
-        )
-    return _with_end(served.tokenizer, before, whole)
-
-
-def _with_end(tokenizer: Any, before: Sequence[int], whole: Sequence[int]) -> tuple[Sequence[int], bool]:
-    """Begins with the token that ended the answer, if the template writes one: models may stop without it."""
-    ends = [i for i in range(max(0, len(before) - _MAX_BEHIND_END), len(before)) if before[i] in tokenizer.eos_ids]
-    return (whole[ends[-1] :], True) if ends else (whole[len(before) :], False)
+    return await prompts.in_pool(state, work)

@@ -140,8 +140,8 @@ class Conversation:
                 return tail + rest, not tail and tokenizer.encode_sealed(rest)[:1] in ([i] for i in tokenizer.eos_ids)
         raise RequestError(
             "the chat template does not say where the answer ends; send the whole conversation without"
-            " chain_append_start",
-            param="chain_append_start",
+            " chain_append and chain_append_start",
+            param="messages",
             code="append_not_possible",
         )
 

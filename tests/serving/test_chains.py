@@ -160,7 +160,7 @@ def test_appended_messages(shared: LiveServer) -> None:
     assert second["choices"][0]["message"]["content"] == "what is new"
     assert (second["chain_id"], second["chain_status"]) == (first["chain_id"], "resumed")
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["chain"]["processed_tokens"]
-    rendered = len("<user:say:what is new\n") + len("<assistant:")
+    rendered = len("\n") + len("<user:say:what is new\n") + len("<assistant:")  # the answer's line ends first
     assert second["usage"]["prompt_tokens"] == first["chain"]["total_tokens"] + rendered
     wrong = refusal(shared.post(CHAT, {**new, "chain_expected_tokens": 7}), 409, "chain_prefix_mismatch")
     assert wrong["reason"] == "expected_tokens"
