@@ -73,7 +73,7 @@ def pages_needed(method: Any, geometry: Any, batch: int, context: int, more: int
 
     peak = row_cost(method, geometry, context).peak_head_pages
     width = geometry.head_pages_per_sequence_page
-    kept = int(method.kept_after("prompt", _lengths(context))[0])
+    kept = int(method.kept_after("prompt", _lengths(context)).max())  # of any layer
     rest = geometry.pages(int(method.peak_rows(np.array([[kept]]), 0, more).max()))
     # A compaction needs fresh pages beside those of its row, one row at a time.
     spare = geometry.pages(kept) if method.evicts else 0

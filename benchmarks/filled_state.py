@@ -31,6 +31,8 @@ def random_rows(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
 def fill_pages(runner: Any, storage: Any, seed: int = 0) -> None:
     """Fills every page of a `DeviceRunner`'s pool with random rows, stored by `storage`, and its page summaries.
 
+    What methods keep of each stored row (accumulated scores, say) becomes random numbers from 0 to 1.
+
     Raises:
       ValueError: a served method keeps page arrays that are not in `SUMMARIES`.
     """
@@ -39,7 +41,8 @@ def fill_pages(runner: Any, storage: Any, seed: int = 0) -> None:
 
     limits = runner.limits
     geometry = limits.geometry
-    unknown = sorted(set(runner.state.page_aux) - set(SUMMARIES))
+    of_rows = {name for name, array in runner.state.page_aux.items() if array.shape[1:] == (geometry.page_size,)}
+    unknown = sorted(set(runner.state.page_aux) - set(SUMMARIES) - of_rows)
     if unknown:
         raise ValueError(f"there is no way to fill {', '.join(unknown)} (see SUMMARIES)")
     total = limits.num_sequence_pages - 1
@@ -65,7 +68,15 @@ def fill_pages(runner: Any, storage: Any, seed: int = 0) -> None:
         return pools, page_aux
 
     def fill(pools: Any, page_aux: Any) -> Any:
-        return jax.lax.fori_loop(0, -(-total // pages), write, (dict(pools), dict(page_aux)))
+        summaries = {name: array for name, array in page_aux.items() if name not in of_rows}
+        pools, summaries = jax.lax.fori_loop(0, -(-total // pages), write, (dict(pools), summaries))
+        key = jax.random.key(seed + 1)
+        scores = {
+            name: jax.random.uniform(key, array.shape, array.dtype)
+            for name, array in page_aux.items()
+            if name in of_rows
+        }
+        return pools, {**summaries, **scores}
 
     state = runner.state
     pools, page_aux = jax.jit(fill, donate_argnums=(0, 1))(state.pools, state.page_aux)

@@ -272,3 +272,11 @@ def test_start_time(tmp_path):
     found = json.loads(path.read_text())["result"]
     assert found["warm"]["answer_s"]["median"] > 0
     assert 0 < found["cold"]["listening_s"] < found["cold"]["answer_s"]
+
+
+@pytest.mark.slow
+def test_chain_resume(tmp_path):
+    found = run("chain_resume", tmp_path, "--model", "tiny", "--rounds", 1, "--suffix", 4)
+    assert found["tiers"].keys() == {"device", "host"}
+    assert all(entry["prefill_over_resume"] > 1 for entry in found["tiers"].values())
+    assert found["bytes"] > 0
