@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,6 +118,31 @@ def test_every_chunk_names_the_chain(shared: LiveServer) -> None:
     chunks = shared.stream(CHAT, {"messages": say("in pieces", "more"), "stream_options": {"include_usage": True}})[:-1]
     assert {chunk["chain_status"] for chunk in chunks} == {"adopted"}
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_headers_wait_until_the_chain_is_named(servers: Servers) -> None:
+    """Also where a keep-alive is due before the engine has looked at the request."""
+    runner = slow()
+    server = servers.start(runner, keep_alive_s=0.03)
+    runner.hold()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, TEXT, {"prompt": "say:first\n", "max_tokens": 9})
+        server.wait_for(lambda: runner.calls.get("prefill", 0) > 0)
+        time.sleep(0.05)  # the engine waits for the device, and hears nothing meanwhile
+        content = json.dumps({"prompt": "say:second\n", "max_tokens": 9, "stream": True}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(head.encode() + content)
+            connection.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            runner.release()
+            connection.settimeout(5)
+            received = b""
+            while b"[DONE]" not in received:
+                received += connection.recv(1 << 16)
+        assert b"x-sparsejax-chain-id: chain_" in received.lower()
+        assert first.result().status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
