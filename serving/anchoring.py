@@ -98,6 +98,7 @@ async def chat(
     *,
     append_start: int | None = None,
     match: Match = "messages",
+    answer_tokens: int = 1,
     skip_special_tokens: bool = True,
 ) -> Prompt:
     """Ids of a chat request with a chain.
@@ -108,6 +109,7 @@ async def chat(
       chain: what it asks for; `append` is set here.
       append_start: index of the first message that the chain doesn't have; only what follows it is read.
       match: see `history.anchor_chat`.
+      answer_tokens: room that the window should have for the answer.
       skip_special_tokens: of the request.
 
     Raises RequestError.
@@ -139,7 +141,11 @@ async def chat(
             text, _ = conversation.sealed(tokenizer)
             anchored = Anchored(tokenizer.encode_sealed(text))
         else:
-            anchored = anchor_chat(tokenizer, history.ledgers, conversation, steps.steps, known, talk, match)
+            about = (tokenizer, history.ledgers, conversation, steps.steps, known, talk)
+            anchored = anchor_chat(*about, match)
+            if match == "messages" and len(anchored.ids) + answer_tokens > served.max_model_len:
+                # What the chain has beyond the template's text, old reasoning, must not be what fills the window.
+                anchored = min(anchored, anchor_chat(*about, "text"), key=lambda found: len(found.ids))
         turn = _chat_turn(history, tokenizer, steps, anchored, known, skip_special_tokens)
         return Prompt(anchored.ids, chain, turn, anchored.message)
 

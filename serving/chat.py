@@ -218,5 +218,6 @@ async def _prompt(
         chain,
         append_start=append_start,
         match="text" if body.chain_match == "text" else "messages",
+        answer_tokens=_max_tokens(body)[0] or 1,
         skip_special_tokens=body.skip_special_tokens is not False,
     )

@@ -175,3 +175,18 @@ def test_h_the_same_question_again(live: LiveServer) -> None:
     assert again["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
     assert again["chain"]["reused_tokens"] >= first["chain"]["total_tokens"] - 1
     assert again["chain_id"] != second["chain_id"]
+
+
+def test_kept_reasoning_never_fills_the_window(live: LiveServer) -> None:
+    """A conversation that fits as the template writes it is answered, though its chain has more."""
+    window = live.runner.limits.geometry.max_model_len
+    messages = [say(f"<think>{'t' * (window // 2 - 160)}</think>Paris")]
+    first = ask(live, messages, max_tokens=None)
+    assert first["choices"][0]["message"]["content"].endswith("</think>Paris")
+    total = first["chain"]["total_tokens"]
+    again = [*messages, {"role": "assistant", "content": "Paris"}, say("m" * 60)]
+    for max_tokens, fits in ((70, True), (window // 4, False)):
+        second = ask(live, again, max_tokens=max_tokens)
+        assert second["choices"][0]["message"]["content"] == "m" * 60
+        assert (second["chain"]["reused_tokens"] == total - 1) == fits
+        assert (second["usage"]["prompt_tokens"] > total) == fits
