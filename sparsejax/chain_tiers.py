@@ -12,32 +12,26 @@ memory.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from sparsejax.cache.chain import Chain, ChainIds, ChainState, Quality, Tier
-from sparsejax.cache.chain_index import ChainIndex
-from sparsejax.cache.chain_store import Record, Snapshot
+from sparsejax.cache.chain import Chain, ChainState, Tier
 from sparsejax.cache.pages import IntegrityError
-from sparsejax.chain_disk import Disk, Job
-from sparsejax.chain_rows import DeviceRows, Part, Rows, StoredRows, size_of, tier_of
+from sparsejax.chain_host import owned, passing
+from sparsejax.chain_rows import DeviceRows, Part, StoredRows, size_of, tier_of
+from sparsejax.chain_snapshots import DiskTier
 from sparsejax.errors import RequestError
 from sparsejax.launches import call_runner
-from sparsejax.memory import Memory, SwapSpace
-from sparsejax.plans import ParkedRow, Runner, SwappedRow
+from sparsejax.plans import ParkedRow
 from sparsejax.rows import RowPages, Sequence
-from sparsejax.settings import EngineSettings
 
-STAGING_BYTES = 1 << 30
-"""Host memory for rows on their way to and from disk that the host tier has no room for."""
 _MOST_PARTS = 8  # of one snapshot; then it is copied whole again
 _SHORT = 0.5  # share of the pool that is held, from which on copies are made ahead
 
 
-class Tiers:
+class Tiers(DiskTier):
     """Moves the rows of chains between the tiers. The engine thread's.
 
     Args:
@@ -54,27 +48,9 @@ class Tiers:
       fields: gives what a method's fingerprint is made of.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        memory: Memory,
-        settings: EngineSettings,
-        clock: Callable[[], float],
-        ids: ChainIds,
-        disk: Disk | None = None,
-    ) -> None:
-        self._runner = runner
-        self._memory = memory
-        self._settings = settings
-        self._clock = clock
-        self.host = SwapSpace(settings.chain_host_bytes)
-        self.staging = SwapSpace(STAGING_BYTES)
-        self.disk = disk
-        self.fields: Callable[[str], Mapping[str, Any]] = lambda method: {}
-        self.index = ChainIndex(ids, self.release, clock, max_checkpoints=max(1, settings.chain_checkpoints))
-        self.index.on_gone = self._gone
-        self._bases: dict[str, StoredRows] = {}  # what active chains were before their turn
-        self._expired_s = clock()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._expired_s = self._clock()
         self._reclaimable = (-1, 0)  # as of so many changes of the index
         self._held: dict[Chain, tuple[int, int]] = {}  # version of each chain, and its head-pages on the device
 
@@ -112,7 +88,7 @@ class Tiers:
             if chain.checkpoints and chain is not keep:
                 return self.index.drop_checkpoints(chain) > 0
         if victims:
-            if _passing(victims[0]) or not self.demote(victims[0]):
+            if passing(victims[0]) or not self.demote(victims[0]):
                 self.index.drop(victims[0], "evicted")
             return True
         waiting = [
@@ -156,142 +132,6 @@ class Tiers:
         self.index.counts["demoted"] += 1
         return True
 
-    def lower(self, chain: Chain) -> bool:
-        """Frees the host memory of an idle chain that is on disk too. Returns False if it is not."""
-        if chain.tier is not Tier.HOST or not self._to_disk(chain.payload):
-            return False
-        self._place(chain, chain.payload)
-        self.index.counts["moved_to_disk"] += 1
-        return True
-
-    # Host memory.
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory in use, that of rows on their way to and from disk included."""
-        return self.host.used_bytes + self.staging.used_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """Disk space in use."""
-        return self.disk.used_bytes if self.disk is not None else 0
-
-    def store(
-        self, method: str, swapped: SwappedRow, lengths: np.ndarray, extra: int = 0, staged: bool = False
-    ) -> StoredRows | None:
-        """Whole rows that are in host memory from now on; None if it has no room for them."""
-        columns = self._columns(lengths)
-        part = Part(np.zeros_like(columns), columns, swapped.nbytes)
-        if not self._hold(part, swapped, method, drop_chains=True, staged=staged):
-            return None
-        return _owned(StoredRows(method, [part], lengths.copy(), extra))
-
-    def _hold(self, part: Part, swapped: SwappedRow, method: str, drop_chains: bool, staged: bool) -> bool:
-        """Counts a part's memory. Returns False if there is no room."""
-        room = self.host.fits(part.nbytes) or self._make_room(part.nbytes, drop_chains)
-        if room and self.host.put(method, part.num_pages, part.nbytes):
-            part.space = self.host
-        elif staged and (self.staging.fits(part.nbytes) or not self.staging.used_bytes):
-            self.staging.used_bytes += part.nbytes
-            part.space = self.staging
-        else:
-            return False
-        part.swapped = swapped
-        return True
-
-    def make_host_room(self, method: str, pages: int, nbytes: int | None) -> bool:
-        """Frees host memory until so many bytes, or what so many pages are expected to take, fit."""
-        if nbytes is None:
-            return self.host.has_room(method, pages) or self._make_room(None, True, method, pages)
-        return self.host.fits(nbytes) or self._make_room(nbytes, True)
-
-    def _make_room(self, nbytes: int | None, drop_chains: bool, method: str = "", pages: int = 0) -> bool:
-        """Lets go of copies, moves chains to disk, at last drops them, least valuable first, until there is room."""
-
-        def done() -> bool:
-            return self.host.has_room(method, pages) if nbytes is None else self.host.fits(nbytes)
-
-        if nbytes is not None and nbytes > self.host.capacity_bytes:
-            return False
-        for chain_id, base in list(self._bases.items()):
-            if done():
-                return True
-            if not self._to_disk(base):
-                self._let_go(self._bases.pop(chain_id))
-        hosted = self.index.victims(Tier.HOST)
-        for chain in self._by_value([*self._copied(), *(c for c in hosted if c.payload.visible)]):
-            if done():
-                return True
-            if isinstance(chain.payload, DeviceRows):
-                self._drop_copy(chain)
-            else:
-                self.lower(chain)
-        for chain in hosted if drop_chains else ():
-            if done():
-                return True
-            rows = chain.payload
-            if chain.tier is Tier.HOST and not rows.visible and not any(part.leases for part in rows.parts):
-                self.index.drop(chain, "evicted")
-        return done()
-
-    def _copied(self) -> list[Chain]:
-        chains = self.index.chains.values()
-        return [c for c in chains if isinstance(c.payload, DeviceRows) and c.payload.copy is not None]
-
-    def _by_value(self, chains: list[Chain]) -> list[Chain]:
-        """Least valuable first, for the bytes that their rows take off the device."""
-        now = self._clock()
-
-        def value(chain: Chain) -> float:
-            rows = chain.payload.copy if isinstance(chain.payload, DeviceRows) else chain.payload
-            return self.index.value(chain, now) * max(1, chain.size) / max(1, rows.nbytes)
-
-        return sorted(chains, key=lambda c: (value(c), c.used_tick, c.chain_id))
-
-    def _drop_copy(self, chain: Chain) -> None:
-        """Frees the memory of the copy of a chain that is on the device."""
-        rows = chain.payload
-        if not self._to_disk(rows.copy) and not any(part.leases for part in rows.copy.parts):
-            self._let_go(rows.copy)
-            rows.copy = None
-
-    def _to_disk(self, rows: StoredRows) -> bool:
-        """Frees the memory of rows that are on disk too. Returns False if they are not, or have other owners."""
-        if not rows.visible or any(part.leases or part.owners > 1 for part in rows.parts):
-            return False
-        for part in rows.parts:
-            _empty(part)
-        return True
-
-    def release(self, payload: Rows) -> None:
-        """Nobody needs these rows any more."""
-        if isinstance(payload, StoredRows):
-            self._let_go(payload)
-            return
-        if payload.copy is not None:
-            self._let_go(payload.copy)
-        self._memory.take_up(payload.pages)
-        payload.pages.release()
-
-    def _let_go(self, rows: StoredRows) -> None:
-        for part in rows.parts:
-            part.owners -= 1
-            if not part.owners and not part.leases:
-                _empty(part)
-
-    def _columns(self, lengths: np.ndarray) -> np.ndarray:
-        return (-(-lengths // self._memory.geometry.page_size)).astype(np.int32)
-
-    def _place(self, chain: Chain, rows: StoredRows) -> None:
-        self.index.place(chain, rows, size_of(rows), tier_of(rows))
-
-    def _replace(self) -> None:
-        """Some rows came to memory: chains that share them are there too."""
-        for chain in self.index.chains.values():
-            rows = chain.payload
-            if isinstance(rows, StoredRows) and tier_of(rows) is not chain.tier:
-                self._place(chain, rows)
-
     # Turns.
 
     def begin(self, chain: Chain, rows: StoredRows | None) -> None:
@@ -313,7 +153,7 @@ class Tiers:
         rows, base = chain.payload, self._bases.pop(chain.chain_id, None)
         persist = self._persistent(chain)
         if isinstance(rows, DeviceRows):
-            if rows.copy is None and (persist or (self._short() and not _passing(chain))):
+            if rows.copy is None and (persist or (self._short() and not passing(chain))):
                 rows.copy = self._copy_out(chain, rows, base, persist)
             stored = rows.copy
         else:
@@ -349,11 +189,11 @@ class Tiers:
         pages.mark()
         self.index.counts["pages_copied"] += part.num_pages
         self.index.counts["pages_unchanged"] += pages.count - part.num_pages
-        return _owned(StoredRows(method, [*parts, part], pages.lengths.copy()))
+        return owned(StoredRows(method, [*parts, part], pages.lengths.copy()))
 
     def fork(self, rows: StoredRows) -> StoredRows:
         """A second record of the same parts."""
-        return _owned(dataclasses.replace(rows, parts=list(rows.parts), visible=False, loading=False, bounced=False))
+        return owned(dataclasses.replace(rows, parts=list(rows.parts), visible=False, loading=False, bounced=False))
 
     def restore(self, rows: StoredRows, pages: RowPages) -> ParkedRow:
         """Copies rows in memory to `pages`, which have room for them. Raises RequestError."""
@@ -399,229 +239,6 @@ class Tiers:
         self.index.counts["promoted"] += 1
         return True
 
-    # Disk.
-
-    def _persistent(self, chain: Chain) -> bool:
-        return self.disk is not None and not _passing(chain)
-
-    def _save(self, chain: Chain, rows: StoredRows) -> bool:
-        """Has a snapshot written. Returns False if there is no room for it, or too much is under way."""
-        disk = self.disk
-        assert disk is not None
-        nbytes = disk.needs(chain.chain_id, rows, len(chain.ledger))
-        if disk.full or not self._make_disk_room(nbytes, chain):
-            self.index.counts["not_persisted"] += 1
-            return False
-        now_s, wall_s = self._clock(), time.time()
-        record = Record(
-            chain_id=chain.chain_id,
-            seed=chain.seed,
-            fingerprint=chain.fingerprint,
-            fields=self.fields(chain.method),
-            method=chain.method,
-            tenant=chain.tenant,
-            ledger=chain.ledger,
-            processed=chain.processed,
-            turns=chain.turns,
-            lengths=rows.lengths,
-            extra=rows.extra,
-            quality=dataclasses.asdict(chain.quality),
-            named=chain.named,
-            parent_id=chain.parent_id,
-            priority=chain.priority,
-            ttl_s=chain.ttl_s,
-            gap_s=chain.gap_s,
-            created_s=wall_s - (now_s - chain.created_s),
-            used_s=wall_s - (now_s - chain.used_s),
-        )
-        disk.save(record, rows)
-        return True
-
-    def _make_disk_room(self, nbytes: int, keep: Chain | None) -> bool:
-        """Deletes snapshots until so many bytes are free: those of no use here, chains on disk, then mere copies."""
-        disk = self.disk
-        assert disk is not None
-        if nbytes > disk.capacity_bytes:
-            return False
-        strangers = sorted(disk.incompatible, key=lambda i: disk.snapshots[i].record.used_s)
-        for chain_id in strangers:
-            if disk.fits(nbytes):
-                return True
-            disk.forget(chain_id)
-            self.index.counts["incompatible_deleted"] += 1
-        for chain in self.index.victims(Tier.DISK):
-            if disk.fits(nbytes):
-                return True
-            if chain is not keep and not disk.pending[chain.chain_id]:
-                self.index.drop(chain, "evicted")
-        now = self._clock()
-        for chain in sorted(self.index.chains.values(), key=lambda c: (self.index.value(c, now), c.used_tick)):
-            if disk.fits(nbytes):
-                return True
-            idle = chain.state is ChainState.IDLE and chain.tier is not Tier.DISK
-            if idle and chain is not keep and chain.chain_id in disk.snapshots and not disk.pending[chain.chain_id]:
-                self._forget_saved(chain)
-                self.index.counts["snapshots_deleted"] += 1
-        return disk.fits(nbytes)
-
-    def _forget_saved(self, chain: Chain) -> None:
-        assert self.disk is not None
-        self.disk.forget(chain.chain_id)
-        rows = chain.payload.copy if isinstance(chain.payload, DeviceRows) else chain.payload
-        if rows is None:
-            return
-        rows.visible = False
-        for part in rows.parts:
-            part.saved.pop(chain.chain_id, None)
-        if isinstance(chain.payload, DeviceRows) and not rows.in_memory:
-            self._let_go(rows)
-            chain.payload.copy = None
-
-    def _load(self, rows: StoredRows) -> bool:
-        """Has rows read into host memory. Returns False if there is no room for them yet."""
-        disk = self.disk
-        missing = [part for part in rows.parts if part.swapped is None]
-        if any(part.leases for part in missing):
-            return True  # another chain reads them
-        nbytes = sum(part.nbytes for part in missing)
-        room = self.host.fits(nbytes) or self._make_room(nbytes, drop_chains=True)
-        if not room and self.staging.used_bytes and not self.staging.fits(nbytes):
-            return False
-        space = self.host if room else self.staging
-        for part in missing:
-            part.space = space
-            space.used_bytes += part.nbytes
-        assert disk is not None
-        rows.moved_s -= self._clock()  # until `_loaded`
-        disk.load(rows)
-        return True
-
-    def poll(self) -> list[Job]:
-        """Takes over what was read and written meanwhile. Returns the loads: whoever waits for them has to be told."""
-        if self.disk is None:
-            return []
-        loads = []
-        for job in self.disk.poll(self.index.chains.__contains__):
-            if job.kind == "save":
-                self._saved(job)
-            elif job.kind == "load":
-                self._loaded(job)
-                loads.append(job)
-        return loads
-
-    def _saved(self, job: Job) -> None:
-        rows, chain = job.rows, self.index.chains.get(job.chain_id)
-        assert rows is not None
-        ok = job.error is None and chain is not None
-        self.index.counts["persisted" if job.error is None else "persist_failed"] += 1
-        current = chain is not None and rows in (chain.payload, _copy_of(chain.payload), self._bases.get(job.chain_id))
-        rows.visible = ok and current
-        for part in job.parts:
-            if not part.owners and not part.leases:
-                _empty(part)
-        if chain is not None and current:
-            self._unstage(chain, rows)
-
-    def _unstage(self, chain: Chain, rows: StoredRows) -> None:
-        """Rows that were only on their way leave the memory; what is then nowhere is lost."""
-        for part in rows.parts:
-            if part.space is self.staging and not part.leases:
-                if not rows.visible and self.host.fits(part.nbytes):
-                    self.staging.take(part.nbytes)
-                    self.host.used_bytes += part.nbytes
-                    part.space = self.host
-                else:
-                    _empty(part)
-        payload, lost = chain.payload, not (rows.in_memory or rows.visible)
-        if isinstance(payload, DeviceRows):
-            if lost and payload.copy is rows:
-                self._let_go(rows)
-                payload.copy = None
-        elif payload is rows:
-            if lost and chain.state is ChainState.IDLE:
-                self.index.drop(chain, "evicted")
-            elif chain.tier is not tier_of(rows):
-                self._place(chain, rows)
-        elif lost and self._bases.get(chain.chain_id) is rows:
-            self._let_go(self._bases.pop(chain.chain_id))
-
-    def _loaded(self, job: Job) -> None:
-        rows = job.rows
-        assert rows is not None
-        rows.loading = False
-        rows.moved_s += self._clock()
-        swapped: list[SwappedRow | None] = job.result or [None] * len(job.parts)
-        for part, found in zip(job.parts, swapped, strict=True):
-            assert part.space is not None
-            part.swapped = found
-            if found is not None:
-                part.space.used_bytes += found.nbytes - part.nbytes
-                part.nbytes = found.nbytes
-            if found is None or (not part.owners and not part.leases):
-                _empty(part)
-        self.index.counts["loaded" if job.error is None else "load_failed"] += 1
-        for chain in [c for c in self.index.chains.values() if c.payload is rows]:
-            if job.corrupt and self.disk is not None:
-                self.disk.dropped.append((chain.chain_id, str(job.error)))
-                if chain.state is ChainState.IDLE:
-                    self.index.drop(chain, "corrupt")
-        self._replace()
-
-    def _gone(self, chain: Chain) -> None:
-        """A chain has ended: nothing of it stays anywhere."""
-        base = self._bases.pop(chain.chain_id, None)
-        if base is not None:
-            self._let_go(base)
-        if self.disk is None:
-            return
-        self.disk.forget(chain.chain_id)
-        for other in list(self.index.chains.values()):  # forks that were never read share its parts
-            rows = other.payload
-            if isinstance(rows, StoredRows) and not rows.in_memory:
-                for part in rows.parts:
-                    part.saved.pop(chain.chain_id, None)
-                lost = any(part.swapped is None and not part.saved and not part.leases for part in rows.parts)
-                if lost and other.state is ChainState.IDLE:
-                    self.index.drop(other, "evicted")
-
-    def adopt(self, method_of: Callable[[Snapshot], str | list[str]]) -> None:
-        """Takes over the snapshots of earlier boots.
-
-        Args:
-          method_of: the method of this engine that can use a snapshot, or the fields of the fingerprint that differ.
-        """
-        disk = self.disk
-        if disk is None:
-            return
-        now_s, wall_s = self._clock(), time.time()
-        for snapshot in sorted(disk.snapshots.values(), key=lambda s: s.record.used_s):
-            record, found = snapshot.record, method_of(snapshot)
-            if isinstance(found, list):
-                disk.incompatible[record.chain_id] = found
-                continue
-            parts = [Part(p.start, p.stop, p.memory_bytes, saved={record.chain_id: p}) for p in snapshot.parts]
-            rows = _owned(StoredRows(found, parts, record.lengths, record.extra, visible=True))
-            chain = Chain(
-                record.chain_id, record.seed, record.fingerprint, found, record.tenant, ChainState.IDLE, Tier.DISK
-            )
-            chain.ledger, chain.processed = record.ledger, record.processed
-            chain.payload, chain.size = rows, size_of(rows)
-            known = {field.name for field in dataclasses.fields(Quality)}
-            chain.quality = Quality(**{name: value for name, value in record.quality.items() if name in known})
-            chain.turns, chain.named = record.turns, record.named
-            chain.parent_id, chain.priority, chain.ttl_s = record.parent_id, record.priority, record.ttl_s
-            chain.gap_s = record.gap_s
-            chain.created_s = now_s - max(0.0, wall_s - record.created_s)
-            chain.used_s = now_s - max(0.0, wall_s - record.used_s)
-            self.index.restore(chain)
-        if disk.used_bytes > disk.capacity_bytes:
-            self._make_disk_room(0, None)
-
-    def wait(self, timeout_s: float) -> None:
-        """Until something was read or written, or the time is over."""
-        if self.disk is not None:
-            self.disk.wait(timeout_s)
-
     # Time.
 
     def expire(self) -> None:
@@ -631,7 +248,7 @@ class Tiers:
             return
         self._expired_s = now
         for chain in self.index.expired(self._settings.chain_ttl_s):
-            if chain.tier is Tier.DEVICE and not _passing(chain) and self.demote(chain):
+            if chain.tier is Tier.DEVICE and not passing(chain) and self.demote(chain):
                 self.index.drop_checkpoints(chain)
             elif self.lower(chain):
                 continue
@@ -673,25 +290,3 @@ class Tiers:
         shelf |= {id(seq.pages) for seq in turns if seq.parked is not None}
         if shelf != set(self._memory.shelf):
             raise IntegrityError("pages without a row belong to no chain")
-
-
-def _owned(rows: StoredRows) -> StoredRows:
-    for part in rows.parts:
-        part.owners += 1
-    return rows
-
-
-def _empty(part: Part) -> None:
-    """Gives a part's memory back."""
-    if part.space is not None:
-        part.space.take(part.nbytes)
-    part.swapped = part.space = None
-
-
-def _copy_of(payload: Rows | None) -> StoredRows | None:
-    return payload.copy if isinstance(payload, DeviceRows) else None
-
-
-def _passing(chain: Chain) -> bool:
-    """No client has asked to keep it, and no second turn has shown what it is: it is not worth a copy."""
-    return chain.implicit and chain.turns < 2

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sparsejax.cache.chain import (
+    Chain,
     ChainIds,
     ChainState,
     Checkpoint,
@@ -58,11 +59,11 @@ class Payloads:
 
 
 class Box:
-    def __init__(self, **options) -> None:
+    def __init__(self, epoch: int = 0, rows: Payloads | None = None, **options) -> None:
         self.now = 100.0
-        self.rows = Payloads()
+        self.rows = rows or Payloads()
         numbers = itertools.count(1)
-        ids = ChainIds(KEY, random=lambda size: next(numbers).to_bytes(size, "big"))
+        ids = ChainIds(KEY, 0, epoch, random=lambda size: next(numbers).to_bytes(size, "big"))
         self.index = ChainIndex(ids, self.rows.release, lambda: self.now, **options)
         self.turns = 0
 
@@ -434,6 +435,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(tombstones=st.integers(1, 4))
     def begin(self, tombstones: int) -> None:
+        self.tombstones, self.boots = tombstones, 0
         self.box = Box(max_tombstones=tombstones)
         self.known: dict[str, Known] = {}
         self.active: dict[str, tuple] = {}  # chain id -> (plan, chain, owner, payload or None before start)
@@ -531,7 +533,7 @@ class Machine(RuleBasedStateMachine):
             known.checkpoints.remove(old)
 
     @precondition(lambda self: self.idle())
-    @rule(data=st.data(), how=st.sampled_from(["drop", "evict", "demote", "checkpoints"]))
+    @rule(data=st.data(), how=st.sampled_from(["drop", "evict", "host", "disk", "checkpoints"]))
     def pressure(self, data, how: str) -> None:
         index = self.box.index
         if how == "evict":
@@ -542,9 +544,9 @@ class Machine(RuleBasedStateMachine):
         else:
             chain = index.chains[data.draw(st.sampled_from(self.idle()))]
         assert chain.chain_id not in self.active
-        if how == "demote":
+        if how in ("host", "disk"):
             self.box.rows.release(chain.payload)
-            index.place(chain, self.box.rows.make(), 5, Tier.HOST)
+            index.place(chain, self.box.rows.make(), 5, Tier[how.upper()])
         elif how == "checkpoints":
             assert index.drop_checkpoints(chain) == len(self.known[chain.chain_id].checkpoints)
             self.known[chain.chain_id].checkpoints = []
@@ -552,6 +554,35 @@ class Machine(RuleBasedStateMachine):
             index.drop(chain, "evicted")
             del self.known[chain.chain_id]
             self.dead.add(chain.chain_id)
+
+    @rule()
+    def restart(self) -> None:
+        """Only what is on disk is left, as it was; all else is gone, and its ids are not unknown."""
+        old, self.boots = self.box, self.boots + 1
+        self.box = Box(self.boots, old.rows, max_tombstones=self.tombstones)
+        self.active.clear()
+        found = []
+        for chain in old.index.chains.values():
+            states = [chain.payload, *(c.payload for c in chain.checkpoints)]
+            stays = chain.state is ChainState.IDLE and chain.tier is Tier.DISK
+            for payload in states[stays:]:
+                if payload is not None:
+                    old.rows.release(payload)
+            if stays:
+                found.append(chain)
+            else:
+                del self.known[chain.chain_id]
+                self.dead.add(chain.chain_id)
+        for chain in sorted(found, key=lambda c: c.used_tick):
+            new = Chain(chain.chain_id, chain.seed, chain.fingerprint, chain.method, "", ChainState.IDLE, Tier.DISK)
+            new.ledger, new.processed, new.payload, new.named = (
+                chain.ledger,
+                chain.processed,
+                chain.payload,
+                chain.named,
+            )
+            self.box.index.restore(new)
+            self.known[chain.chain_id].checkpoints = []
 
     @rule(seconds=st.sampled_from([0.1, 100.0]))
     def wait(self, seconds: float) -> None:
