@@ -184,13 +184,16 @@ class Answer(abc.ABC):
         completion = self.generation.completion_tokens()
         first_choices = (stats for index, stats in self._stats.items() if index % self.num_choices_per_prompt == 0)
         cached = sum(stats.cached_tokens for stats in first_choices)
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached if self._stats else reused},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
+        if self.generation.chains:  # where clients of SparseEngine look
+            usage["cached_tokens"] = usage["reused_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+        return usage
 
     def _chain(self, whole: bool = False) -> dict[str, Any]:
         """Fields of the answer or a chunk. With several prompts each choice has its own."""

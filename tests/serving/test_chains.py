@@ -65,6 +65,7 @@ def test_a_conversation_without_ids(shared: LiveServer) -> None:
     assert second["choices"][0]["message"]["content"] == "beta"
     assert (second["chain_id"], second["chain_status"]) == (first["chain_id"], "adopted")
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt + len("alpha")
+    assert second["usage"]["reused_tokens"] == second["usage"]["cached_tokens"] == prompt + len("alpha")
     assert second["sparsejax"]["cache_miss"] is None
     assert second["sparsejax"]["retained_fraction"] == 1.0
 

@@ -192,6 +192,8 @@ def test_lookup_is_a_dry_run(shared: LiveServer) -> None:
     for wrong, param in (({}, "messages"), ({"prompt": "x", "token_ids": [1]}, "token_ids"), ({"token_ids": []}, None)):
         error = refusal(shared.post(f"{CHAINS}/lookup", wrong), 400, "invalid_value")
         assert param in (None, error["param"])
+    unknown = {"messages": say("x"), "sparse_method": "none"}
+    assert refusal(shared.post(f"{CHAINS}/lookup", unknown), 400, "invalid_value")["param"] == "sparse_method"
     strict = {"token_ids": [1, 2, 3], "chain_id": first["chain_id"], "chain_on_miss": "error"}
     refusal(shared.post(f"{CHAINS}/lookup", strict), 409, "chain_prefix_mismatch")
 
