@@ -85,10 +85,11 @@ def begun(seq: Sequence, metrics: EngineMetrics) -> None:
         metrics.chain_tokens_recomputed.inc(len(seq.group.prompt), reason=seq.chain_miss or "unknown")
 
 
-def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics) -> None:
+def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics, taken: int) -> None:
     """Chains by state and tier, the bytes of each tier, and what the index has counted.
 
-    Pages that chains share count for each of them. Copies of rows that are on the device count where they are.
+    Pages that chains share count for each of them, but never more than the `taken` head-pages of the pool. Copies of
+    rows that are on the device count where they are.
     """
     index, entries, pages = tiers.index, collections.Counter[str](), 0
     for chain in index.chains.values():
@@ -101,7 +102,7 @@ def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics) -> None:
     for state in (ChainState.RESTORING.value, ChainState.ACTIVE.value, *idle_states):
         metrics.chain_entries.set(entries[state], state=state)
     page_bytes = limits.page_bytes / limits.geometry.head_pages_per_sequence_page
-    for tier, nbytes in zip(Tier, (pages * page_bytes, tiers.host_bytes, tiers.disk_bytes), strict=True):
+    for tier, nbytes in zip(Tier, (min(pages, taken) * page_bytes, tiers.host_bytes, tiers.disk_bytes), strict=True):
         metrics.chain_bytes.set(nbytes, tier=tier.name.lower())
     for event, count in index.counts.items():
         if event != "reused_tokens":

@@ -294,14 +294,15 @@ class Engine:
 
     def _publish(self, busy: bool) -> None:
         scheduler, metrics, now = self._scheduler, self.metrics, time.monotonic()
+        pool = scheduler.memory.pool
         if not busy or now - self._rows_s >= _ROWS_INTERVAL_S:
             self._rows_s = now
             self._rows = self._describe_rows()
             self._chain_pages = scheduler.chains.tiers.reclaimable()
             if not busy or now - self._gauges_s >= _GAUGES_INTERVAL_S:
                 self._gauges_s = now
-                chain_reports.gauges(scheduler.chains.tiers, self.limits, metrics)
-        pool = scheduler.memory.pool
+                taken = pool.num_head_pages - pool.free_head_pages
+                chain_reports.gauges(scheduler.chains.tiers, self.limits, metrics, taken)
         self._snapshot = snapshot = EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
