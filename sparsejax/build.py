@@ -116,6 +116,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         if config.chain_dir
         else None,
         knobs=knobs(capacity.methods),
+        recall=config.recall_host_bytes > 0,
     )
     with _asked_for(config):
         compile_programs(runner, config.precompile, report)
@@ -127,6 +128,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         swap_bytes=config.swap_bytes,
         chain_cache=config.chain_cache == "on",
         chain_host_bytes=config.chain_host_bytes,
+        recall_host_bytes=config.recall_host_bytes,
         chain_ttl_s=config.chain_ttl_s,
         chain_checkpoints=config.chain_checkpoints,
         chain_queue_timeout_s=config.chain_queue_timeout_s,

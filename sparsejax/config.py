@@ -164,6 +164,14 @@ class EngineConfig:
         unit="bytes",
         kind="bytes",
     )
+    recall_host_bytes: int = _setting(
+        0,
+        "host memory for rows that methods drop from chains with recall; 0: there is no recall",
+        group="chains",
+        low=0,
+        unit="bytes",
+        kind="bytes",
+    )
     chain_dir: str | None = _setting(
         None, "directory in which chains outlive the server; default: they don't", group="chains", metavar="DIR"
     )

@@ -130,13 +130,13 @@ class Recall:
         updates = seq.pages.append(len(tokens))
         plan = ProbeRow(seq.row, tokens, seq.prefill_len - len(tokens), updates, recall.pages)
         try:
-            recall.ticket = call_runner(self._runner.probe, seq.group.method, plan)
+            ticket = recall.ticket = call_runner(self._runner.probe, seq.group.method, plan)
         except RequestError:  # the turn goes on without
             recall.columns, recall.reason = self._columns(seq, recall, 0), "refused"
             return
         finally:
             seq.pages.truncate(len(tokens))  # their rows are gone once the queries are there
-        self.watch(seq, recall.ticket)
+        self.watch(seq, ticket)
 
     def arrive(self, seq: Sequence, ticket: object, scores: PageScores) -> None:
         """The scores that a turn waited for, unless it has lost its row since."""

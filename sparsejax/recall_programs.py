@@ -230,7 +230,8 @@ class RecallPrograms:
             return array.reshape(split).transpose(0, 2, 4, 1, 3)[there].reshape(-1)
 
         entries = in_order(plan.entries)
-        layer, head, _ = (in_order(index) for index in np.indices(plan.entries.shape))
+        index = np.indices(plan.entries.shape)
+        layer, head = in_order(index[0]), in_order(index[1])
         moved, start = 0, 0
         if all(pages.fresh is not None for pages in plan.source):
             for pages in plan.source:
