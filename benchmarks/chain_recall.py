@@ -289,6 +289,7 @@ def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str]
         request_methods=tuple(specs[1:]),
         max_num_seqs=4,
         max_model_len=None if arguments.model else window,
+        recall_host_bytes=8 << 30,
         precompile="none",
     )
     built = build_engine(config, None)
