@@ -130,6 +130,11 @@ def pad_columns(view: PageView, multiple: int) -> PageView:
     return view._replace(table=jnp.pad(view.table, ((0, 0), (0, 0), (0, extra))))
 
 
+def few_rows(tile_rows: int, page_size: int) -> int:
+    """Rows, whole pages of them, that a tile of rows is compared with at a time where all are compared with all."""
+    return max(tile_rows // 4 // page_size, 1) * page_size
+
+
 def load_block(
     pools: Pools, names: tuple[str, ...], head_pages: jax.Array, load_tile: LoadTile, layer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

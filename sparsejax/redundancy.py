@@ -12,7 +12,7 @@ from sparsejax import eviction
 from sparsejax.geometry import Geometry
 from sparsejax.method import EvictContext
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.key_similarity.xla import few_rows
+from sparsejax.pallas_kernels.layout import few_rows
 
 SIMILAR = 0.5
 """Cosine above which two keys count as similar."""

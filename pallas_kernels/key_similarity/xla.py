@@ -11,12 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, load_block, pad_columns
-
-
-def few_rows(tile: int, page_size: int) -> int:
-    """Rows that a tile of rows is compared with at a time."""
-    return max(tile // 4 // page_size, 1) * page_size
+from sparsejax.pallas_kernels.layout import LoadTile, PageView, Pools, few_rows, load_block, pad_columns
 
 
 def key_similarity(
