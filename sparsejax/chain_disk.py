@@ -22,6 +22,8 @@ log = logging.getLogger("sparsejax.chains")
 
 MOST_JOBS = 256
 """That may wait for the thread; a snapshot beyond them is not written."""
+CLOSE_S = 30.0
+"""That the last snapshots may take when the engine is closed."""
 _OVERHEAD_BYTES = 64 * 1024  # of one part's files, and of a record
 
 
@@ -250,7 +252,7 @@ class Disk:
         """Until something is done, or the time is over."""
         self._worker.wait(timeout_s)
 
-    def close(self, timeout_s: float = 30.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Finishes what is under way and lets go of the directory."""
         self._delete_again()
         if not self._worker.close(timeout_s):

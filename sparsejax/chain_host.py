@@ -39,6 +39,7 @@ class HostTier:
         self.disk = disk
         self.index = ChainIndex(ids, self.release, clock, max_checkpoints=max(1, settings.chain_checkpoints))
         self._bases: dict[str, StoredRows] = {}  # what active chains were before their turn
+        self._late: dict[str, StoredRows | None] = {}  # idle chains to be copied, and what those copies are based on
 
     def lower(self, chain: Chain) -> bool:
         """Frees the host memory of an idle chain that is on disk too. Returns False if it is not."""

@@ -194,9 +194,10 @@ class DiskTier(HostTier):
 
     def _gone(self, chain: Chain) -> None:
         """A chain has ended: nothing of it stays anywhere."""
-        base = self._bases.pop(chain.chain_id, None)
-        if base is not None:
-            self._let_go(base)
+        for kept in (self._bases, self._late):
+            base = kept.pop(chain.chain_id, None)
+            if base is not None:
+                self._let_go(base)
         if self.disk is None:
             return
         self.disk.forget(chain.chain_id)

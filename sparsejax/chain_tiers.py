@@ -24,9 +24,11 @@ from sparsejax.chain_rows import DeviceRows, Part, StoredRows, size_of, tier_of
 from sparsejax.chain_snapshots import DiskTier
 from sparsejax.errors import RequestError
 from sparsejax.launches import call_runner
-from sparsejax.plans import ParkedRow
+from sparsejax.plans import ParkedRow, SwappedRow
 from sparsejax.rows import RowPages, Sequence
 
+LEAVING_BYTES = 1 << 30
+"""Copies of idle chains that may be under way, all in device memory; others come later."""
 _MOST_PARTS = 8  # of one snapshot; then it is copied whole again
 _SHORT = 0.5  # share of the pool that is held, from which on copies are made ahead
 
@@ -53,6 +55,7 @@ class Tiers(DiskTier):
         self._expired_s = self._clock()
         self._reclaimable = (-1, 0)  # as of so many changes of the index
         self._held: dict[Chain, tuple[int, int]] = {}  # version of each chain, and its head-pages on the device
+        self._leaving: list[SwappedRow] = []  # copies under way, which take device memory until they are there
 
     # Room on the device.
 
@@ -136,6 +139,9 @@ class Tiers(DiskTier):
 
     def begin(self, chain: Chain, rows: StoredRows | None) -> None:
         """A turn begins to write what was `rows`: they are what it can go back to, and what its copy is based on."""
+        late = self._late.pop(chain.chain_id, None)
+        if late is not None:
+            self._let_go(late)
         if rows is not None:
             self._bases[chain.chain_id] = rows
 
@@ -150,7 +156,33 @@ class Tiers(DiskTier):
 
     def keep(self, chain: Chain) -> None:
         """Copies an idle chain off the device, if that is wanted: what changed in its last turn. Waits for nothing."""
-        rows, base = chain.payload, self._bases.pop(chain.chain_id, None)
+        base = self._bases.pop(chain.chain_id, None)
+        if isinstance(chain.payload, DeviceRows) and not self._may_leave():
+            self._late[chain.chain_id] = base
+        else:
+            self._keep(chain, base)
+
+    def keep_late(self, at_once: bool = False) -> None:
+        """Copies chains for which there were too many copies under way."""
+        while self._late and (at_once or self._may_leave()):
+            chain_id = next(iter(self._late))
+            base, chain = self._late.pop(chain_id), self.index.chains[chain_id]
+            if chain.state is ChainState.IDLE and isinstance(chain.payload, DeviceRows):
+                self._keep(chain, base)
+            elif base is not None:
+                self._let_go(base)
+
+    @property
+    def unsettled(self) -> bool:
+        """Something is under way, or has to be yet."""
+        return bool(self._late) or (self.disk is not None and self.disk.pending.total() > 0)
+
+    def _may_leave(self) -> bool:
+        self._leaving = [swapped for swapped in self._leaving if not self._runner.arrived(swapped)]
+        return sum(swapped.nbytes for swapped in self._leaving) < LEAVING_BYTES
+
+    def _keep(self, chain: Chain, base: StoredRows | None) -> None:
+        rows = chain.payload
         persist = self._persistent(chain)
         if isinstance(rows, DeviceRows):
             if rows.copy is None and (persist or (self._short() and not passing(chain))):
@@ -183,6 +215,7 @@ class Tiers(DiskTier):
             swapped = call_runner(self._runner.export_parked, method, table, rows.parked)
         except RequestError:
             return None
+        self._leaving.append(swapped)
         part.nbytes = swapped.nbytes
         if not self._hold(part, swapped, method, drop_chains=False, staged=persist):
             return None
@@ -262,7 +295,7 @@ class Tiers(DiskTier):
 
     def check_integrity(self, turns: list[Sequence]) -> None:
         """Re-adds pages and bytes. `turns` are the choices with a chain. Raises IntegrityError."""
-        rows: list[Any] = list(self._bases.values())
+        rows: list[Any] = [*self._bases.values(), *(base for base in self._late.values() if base is not None)]
         for chain in self.index.chains.values():
             rows += [chain.payload, *(c.payload for c in chain.checkpoints)]
             if chain.payload is not None and tier_of(chain.payload) is not chain.tier:

@@ -531,4 +531,6 @@ class Chains:
     def close(self) -> None:
         """Finishes the snapshots that are under way."""
         if self.tiers.disk is not None:
+            with contextlib.suppress(Exception):  # the device may be what has failed
+                self.tiers.keep_late(at_once=True)
             self.tiers.disk.close()

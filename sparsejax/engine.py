@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeVar
 
 from sparsejax import chain_reports
-from sparsejax.chain_disk import Disk
+from sparsejax.chain_disk import CLOSE_S, Disk
 from sparsejax.chains import Chains
 from sparsejax.errors import EngineDeadError, QueueFullError, RequestError, ShuttingDownError
 from sparsejax.metrics import EngineMetrics
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("sparsejax.engine")
 
+_DISK_INTERVAL_S = 0.2  # the same, while something is copied, read or written
 _CHAINS_INTERVAL_S = 5.0  # between two looks at the chains of an idle engine
 _GAUGES_INTERVAL_S = 0.5  # between two counts of the chains of a busy engine
 _ROWS_INTERVAL_S = 0.05  # between two looks at every row of a busy engine
@@ -214,12 +215,14 @@ class Engine:
             return self._lock.wait_for(lambda: not self._live, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels what is left and ends the thread. Idempotent."""
+        """Cancels what is left, writes what chains there are to be written and ends the thread. Idempotent."""
         with self._lock:
             if self._health != "failed":
                 self._health = "closed"
         self._inbox.put(("close",))
         if threading.current_thread() is not self._thread:
+            if self._scheduler.chains.tiers.disk is not None:
+                timeout_s += CLOSE_S
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.error("the engine thread did not end within %.0f s; the device may hang", timeout_s)
@@ -248,7 +251,10 @@ class Engine:
         while True:
             try:
                 # Chains grow old while nothing is asked for.
-                idle = _CHAINS_INTERVAL_S if self._scheduler.chains.index.chains else None
+                chains = self._scheduler.chains
+                idle = _CHAINS_INTERVAL_S if chains.index.chains else None
+                if chains.tiers.unsettled:
+                    idle = _DISK_INTERVAL_S
                 message = self._inbox.get(block, idle)
             except queue.Empty:
                 return True

@@ -116,6 +116,7 @@ class Lifecycle:
                 self._finish(seq, "error", error=error)
             elif seq.state is not State.FINISHED:
                 self._tell_chain(seq)
+        self.chains.tiers.keep_late()
         self.chains.tiers.advance(self.waiting)
 
     def cancel(self, request_id: str) -> None:

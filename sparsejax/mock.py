@@ -642,6 +642,9 @@ class MockRunner:
         self._leave("import_parked")
         return ParkedRow(state, 64)
 
+    def arrived(self, swapped: SwappedRow) -> bool:
+        return self._gate.is_set()
+
     def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
         state, rows = swapped.payload, None
         if not isinstance(state, _Row):

@@ -460,6 +460,10 @@ class Runner(Protocol):
         """
         ...
 
+    def arrived(self, swapped: SwappedRow) -> bool:
+        """The copy is done, and takes no device memory any more."""
+        ...
+
     def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
         """The pages and the state as arrays of NumPy's own dtypes, for files. Waits for the copy. Any thread."""
         ...

@@ -595,6 +595,9 @@ class DeviceRunner:
         parked = transfers.ParkedState(row_state.row_aux, row_state.request_aux)
         return ParkedRow(parked, _nbytes(parked))
 
+    def arrived(self, swapped: SwappedRow) -> bool:
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(swapped.payload.arrays))
+
     def pack(self, method: str, swapped: SwappedRow) -> dict[str, np.ndarray]:
         return exported.pack(swapped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -129,8 +130,14 @@ class DiskTalk(Talk):
     """A `Talk` with a directory. `boot` replaces the whole engine, as if it had been killed and started again."""
 
     def __init__(
-        self, path: pathlib.Path, settings_: EngineSettings | None = None, budget: int = 1 << 30, **mock: object
+        self,
+        path: pathlib.Path,
+        settings_: EngineSettings | None = None,
+        budget: int = 1 << 30,
+        slow: bool = False,
+        **mock: object,
     ) -> None:
+        self.slow = slow
         self.path, self.settings, self.budget, self.mock = path, settings_, budget, mock
         self.files = MortalFiles()
         self.store: ChainStore | None = None
@@ -148,6 +155,9 @@ class DiskTalk(Talk):
             return Disk(self.store, runner, self.budget, self.worker)
 
         super().__init__(self.settings, open_disk=open_disk, **self.mock)
+        if self.slow:  # most copies have to wait for others
+            turn = itertools.cycle([False, False, True])
+            self.tiers._may_leave = lambda: next(turn)  # type: ignore[method-assign]
 
     def kill(self) -> None:
         """What was not written is lost; nothing of the old process does anything any more."""

@@ -356,6 +356,32 @@ def test_77_only_what_changed_is_copied(name: str, tmp_path: pathlib.Path) -> No
     talk.end()
 
 
+@pytest.mark.parametrize("name", ["dense", "window"])
+def test_few_copies_are_under_way_at_once(name: str, tmp_path: pathlib.Path, monkeypatch) -> None:
+    monkeypatch.setattr("sparsejax.chain_tiers.LEAVING_BYTES", 1)
+    talk = DiskTalk(tmp_path)
+    monkeypatch.setattr(talk.bench.runner, "arrived", lambda swapped: False)
+    chains = [talk.turn(words(40, n), 9, name)[1] for n in range(4)]
+    talk.bench.step()
+    assert [chain.payload.copy is not None for chain in chains] == [True, False, False, False]
+    report, _ = talk.turn([*chains[1].ledger.tolist(), 3], 9, name, chains[1].chain_id, **STRICT)  # not copied before
+    assert report.status == "resumed"
+    assert talk.tiers.demote(chains[2])
+    talk.index.drop(chains[3], "deleted")
+    talk.bench.check()
+    assert talk.tiers.unsettled
+    monkeypatch.setattr(talk.bench.runner, "arrived", lambda swapped: True)
+    talk.bench.step()
+    talk.settle()
+    assert not talk.tiers.unsettled
+    assert chains[1].payload.copy.visible
+    talk.kill()
+    assert sorted(talk.index.chains) == sorted(chain.chain_id for chain in chains[:3])
+    for chain in list(talk.index.chains.values()):
+        talk.turn([*chain.ledger.tolist(), 3], 9, name, chain.chain_id, **STRICT)
+    talk.end()
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 def test_a_disk_that_refuses_never_fails_a_turn(code: int, tmp_path: pathlib.Path) -> None:
     talk = DiskTalk(tmp_path)
@@ -677,11 +703,17 @@ more = st.one_of(
     suppress_health_check=list(HealthCheck),
     deadline=None,
 )
-@given(engine_settings, machines, st.sampled_from([0, 400_000, 1 << 30]), st.lists(more, min_size=12, max_size=40))
+@given(
+    engine_settings,
+    machines,
+    st.sampled_from([0, 400_000, 1 << 30]),
+    st.booleans(),
+    st.lists(more, min_size=12, max_size=40),
+)
 def test_random_programs_with_a_disk(
-    tmp_path_factory, settings_: EngineSettings, machine: dict, budget: int, program: list[tuple]
+    tmp_path_factory, settings_: EngineSettings, machine: dict, budget: int, slow: bool, program: list[tuple]
 ) -> None:
-    talk = DiskTalk(tmp_path_factory.mktemp("chains"), settings_, budget, **machine)
+    talk = DiskTalk(tmp_path_factory.mktemp("chains"), settings_, budget, slow, **machine)
     sent: dict[str, tuple[list[int], int]] = {}
     contexts: dict[str, tuple[list[int], str]] = {}  # of chains that boots have known
 
