@@ -67,11 +67,12 @@ def test_what_tells_chains_apart_is_named() -> None:
     ids = words(600)
     chain = keep(index, ids)
     more = np.concatenate([ids, words(5)])
-    for fields, word in (
+    others: list[tuple[dict[str, Any], str]] = [
         ({"salt": "s"}, "salt"),
         ({"print_": b"g", "method": "n"}, "method"),
         ({"print_": b"g"}, "fingerprint"),
-    ):
+    ]
+    for fields, word in others:
         assert index.plan(turn(more, **fields)).miss == word
         assert index.plan(turn(more, chain_id=chain.chain_id, **fields)).miss == word
         with pytest.raises(ChainFingerprintError) as caught:

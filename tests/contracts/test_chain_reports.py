@@ -21,6 +21,7 @@ def test_the_first_event_comes_before_the_turn_has_a_row() -> None:
     waiting = talk.send(words(20, 1), 4)
     (first,) = talk.bench.events[waiting]
     assert (first.token_ids, first.finish_reason) == ((), None)
+    assert first.chain is not None
     assert (first.chain.status, first.chain.state, first.chain.prefilled_tokens) == ("created", "active", 20)
     assert (first.chain.miss, first.chain.total_tokens) == ("cold", 0)
     talk.end()

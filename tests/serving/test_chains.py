@@ -485,8 +485,9 @@ def test_chains_can_be_off(servers: Servers) -> None:
 
 def test_the_setting_reaches_the_server() -> None:
     for on in (True, False):
-        with Engine(MockRunner(), EngineSettings(chain_cache=on)) as engine:
-            assert serve_built(MockBuilt(engine._scheduler.runner, engine), ServerConfig()).chain_cache is on
+        runner = MockRunner()
+        with Engine(runner, EngineSettings(chain_cache=on)) as engine:
+            assert serve_built(MockBuilt(runner, engine), ServerConfig()).chain_cache is on
     for word in ("off", False):
         assert EngineConfig(chain_cache=word).chain_cache == "off"  # type: ignore[arg-type]
     assert EngineConfig(chain_cache=True).chain_cache == EngineConfig().chain_cache == "on"  # type: ignore[arg-type]
