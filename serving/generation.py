@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 
+from sparsejax import chain_control
 from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta, TextPiece
-from sparsejax.errors import RequestError, ShuttingDownError
+from sparsejax.errors import EngineDeadError, RequestError, ShuttingDownError
 from sparsejax.request import ChainReport, Request, TokenEvent
 from sparsejax.serving.state import Served
 
@@ -45,6 +48,7 @@ class Generation:
         self._choices: dict[tuple[str, int], Choice] = {}
         self._open: set[tuple[str, int]] = set()
         self._stopping: set[tuple[str, int]] = set()
+        self._late: list[tuple[int, str, int]] = []
         for request in self.requests:
             context = request.prompt_ids[-CONTEXT_TOKENS:] if self._prompt_context else ()
             for index in range(request.params.n):
@@ -112,6 +116,8 @@ class Generation:
         while not (self.finished or self.abandoned):
             await self._wake.wait()
             deltas = self._drain()
+            while self._late:
+                await self._take_back(deltas, *self._late.pop())
             if deltas:
                 self.last_news_s = self._loop.time()
                 return deltas
@@ -158,7 +164,18 @@ class Generation:
                 self._open.discard(key)
             if delta.finish_reason is not None or delta.piece != TextPiece() or delta.chain is not None:
                 deltas.append(delta)
+            if delta.finish_reason is not None and (tokens := choice.seen_of(delta.chain)) is not None:
+                self._late.append((len(deltas) - 1, event.request_id, tokens))
         return deltas
+
+    async def _take_back(self, deltas: list[Delta], number: int, request_id: str, tokens: int) -> None:
+        """The engine has ended a turn before its stop string was found: the chain forgets what nobody has seen."""
+        request = next(r for r in self.requests if r.request_id == request_id)
+        tenant, report = request.chain.tenant if request.chain else "", self.chains[request_id]
+        answer = self.served.engine.ask(lambda chains: chain_control.take_back(chains, tenant, report, tokens))
+        with contextlib.suppress(EngineDeadError):
+            self.chains[request_id] = report = await asyncio.wrap_future(answer)
+            deltas[number] = dataclasses.replace(deltas[number], chain=report)
 
     def _abort(self, error: Exception, index: int = 0) -> Delta:
         self.close()

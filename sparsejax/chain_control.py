@@ -10,8 +10,8 @@ import numpy as np
 from sparsejax.cache.chain import Chain, ChainState, Checkpoint, Tier, as_ids
 from sparsejax.chain_rows import DeviceRows, lengths_of, size_of, tier_of
 from sparsejax.chains import Chains
-from sparsejax.errors import ChainBusyError, ChainCapacityError, ChainMismatchError, RequestError
-from sparsejax.request import ChainOptions
+from sparsejax.errors import ChainBusyError, ChainCapacityError, ChainError, ChainMismatchError, RequestError
+from sparsejax.request import ChainOptions, ChainReport
 
 MAX_PIN_S = 86_400.0
 MAX_PINNED_SHARE = 0.5
@@ -207,6 +207,33 @@ def demote(chains: Chains, chain_id: str, tenant: str) -> ChainInfo:
     else:
         chains.tiers.lower(chain)
     return describe(chains, chain)
+
+
+def take_back(chains: Chains, tenant: str, report: ChainReport, tokens: int) -> ChainReport:
+    """Ends a chain's last turn earlier than the engine did: a stop string was found when the turn was over already.
+
+    Args:
+      chains: of the engine.
+      tenant: the chain's.
+      report: of the end of the turn.
+      tokens: of the conversation, up to the stop string.
+
+    Returns:
+      The report as it is now. The chain goes on from the newest state before the stop string; without one it is gone.
+    """
+    try:
+        chain = chains.index.find(report.chain_id, tenant)
+    except ChainError:
+        return report
+    if chain.busy or len(chain.ledger) != report.total_tokens:  # the next turn has begun already
+        return report
+    if not chains.index.cut(chain, tokens):
+        chains.index.drop(chain, "rollback")
+        return dataclasses.replace(report, state="gone", gone_reason="rollback")
+    chains.index.place(chain, chain.payload, size_of(chain.payload), tier_of(chain.payload))
+    quality = dataclasses.asdict(chain.quality)
+    processed, total = chain.processed, len(chain.ledger)
+    return dataclasses.replace(report, processed_tokens=processed, total_tokens=total, quality=quality)
 
 
 def prospect(chains: Chains, options: ChainOptions, ids: tuple[int, ...], method: str) -> Prospect:

@@ -310,6 +310,13 @@ class Choice:
         """Tokens that lie before the stop string, whole; None without one."""
         return self._stream.visible_tokens
 
+    def seen_of(self, report: ChainReport | None) -> int | None:
+        """Tokens of the conversation up to the stop string, if the chain has more: it was found after the turn."""
+        if report is None or report.state != "idle" or self.visible_tokens is None:
+            return None
+        tokens = report.reused_tokens + report.prefilled_tokens + self.visible_tokens
+        return tokens if tokens < report.total_tokens else None
+
     @property
     def num_tokens(self) -> int:
         """Tokens generated, up to and including the one that ended a stop string."""

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sparsejax import chain_control
 from sparsejax.config import EngineConfig, Progress, engine_config
 from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta
 from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
@@ -288,6 +289,15 @@ class LLM:
             requests.append(dataclasses.replace(request, params=one))
         return requests
 
+    def _end_chain(self, request: Request, choice: Choice, delta: Delta) -> Delta:
+        """The engine may have ended a turn before its stop string was found: the chain forgets what nobody has seen."""
+        tokens, report = choice.seen_of(delta.chain), delta.chain
+        if tokens is None or report is None or request.chain is None:
+            return delta
+        tenant = request.chain.tenant
+        found = self.built.engine.ask(lambda chains: chain_control.take_back(chains, tenant, report, tokens))
+        return dataclasses.replace(delta, chain=found.result())
+
     def _run(self, requests: Sequence[Request], context: bool) -> Iterator[tuple[int, Delta]]:
         """(request number, delta) as they come. Cancels what is left when closed or interrupted."""
         engine = self.built.engine
@@ -322,6 +332,7 @@ class LLM:
                     engine.stop(*key, choice.visible_tokens)
                 if delta.finish_reason is not None:
                     del choices[key]
+                    delta = self._end_chain(requests[number], choice, delta)
                 if delta.finish_reason == "error":
                     raise delta.error or EngineDeadError("the engine gave no reason")
                 if delta.finish_reason == "cancelled":

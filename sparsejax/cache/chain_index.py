@@ -336,6 +336,22 @@ class ChainIndex:
         self._touch(chain, chain.created_s)
         return chain
 
+    def cut(self, chain: Chain, tokens: int) -> bool:
+        """Takes back what an idle chain has behind its first `tokens`: it goes on from the newest state before that.
+
+        Returns False, with nothing changed, if there is none.
+        """
+        if chain.busy:
+            raise ChainBusyError(f"chain {chain.chain_id} has a turn under way", chain_id=chain.chain_id)
+        kept = [i for i, c in enumerate(chain.checkpoints) if c.processed <= tokens]
+        if not kept:
+            return False
+        ledger = chain.ledger[:tokens]
+        self._rewind(chain, max(kept, key=lambda i: (chain.checkpoints[i].processed, i)))
+        chain.ledger, chain.hashes = ledger, chain.hashes[: tokens // STRIDE + 1]
+        self._touch(chain, chain.used_s)
+        return True
+
     def _rewind(self, chain: Chain, index: int) -> None:
         """Back to a checkpoint: later states are dropped. The ledger loses what came after."""
         target, later = chain.checkpoints[index], chain.checkpoints[index + 1 :]

@@ -10,7 +10,7 @@ import pytest
 
 from sparsejax.cache.chain import ChainIds, Checkpoint, seed_of
 from sparsejax.cache.chain_index import ChainIndex, Turn
-from sparsejax.errors import ChainFingerprintError, ChainGoneError, ChainMismatchError
+from sparsejax.errors import ChainBusyError, ChainFingerprintError, ChainGoneError, ChainMismatchError
 
 RNG = np.random.default_rng(0)
 
@@ -108,6 +108,28 @@ def test_going_on_from_an_earlier_state_says_what_was_left_out() -> None:
     plan = index.plan(turn(sent))
     assert (plan.status, plan.reused, plan.miss, plan.diverged_at) == ("forked", 300, "diverged", 400)
     assert index.plan(turn(np.concatenate([ids, words(3)]))).miss is None
+
+
+def test_the_end_of_an_idle_chain_can_be_cut_off() -> None:
+    released: list[Any] = []
+    index = ChainIndex(ChainIds(b"x"), released.append, time.monotonic)
+    ids = words(700)
+    chain = keep(index, ids)
+    head, early, late = chain.payload, object(), object()
+    index.add_checkpoint(chain, Checkpoint("prompt_end", 300, early))
+    index.add_checkpoint(chain, Checkpoint("turn_end", 600, late))
+    assert not index.cut(chain, 299)
+    assert (len(chain.ledger), chain.processed, released) == (700, 699, [])
+    assert index.cut(chain, 520)
+    assert (chain.ledger.tolist(), chain.processed, chain.payload) == (ids[:520].tolist(), 300, early)
+    assert released == [head, late]
+    index.check_integrity(deep=True)
+    sent = np.concatenate([ids[:520], words(9)])
+    plan = index.plan(turn(sent))
+    assert (plan.status, plan.source, plan.reused) == ("adopted", chain, 300)
+    index.apply(plan, "owner")
+    with pytest.raises(ChainBusyError):
+        index.cut(chain, 400)
 
 
 def test_a_new_prompt_of_128k_costs_little() -> None:

@@ -508,6 +508,34 @@ def test_a_stop_string_leaves_what_was_seen(shared: LiveServer) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["chain"]["processed_tokens"]
 
 
+@pytest.mark.parametrize("checkpoints", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_in_the_last_token(servers: Servers, stream: bool, checkpoints: int) -> None:
+    """The engine has ended the turn by itself when it is found."""
+    server = servers.start(settings=EngineSettings(chain_checkpoints=checkpoints))
+    messages = [{"role": "user", "content": "say:visible hidden rest"}]
+    fields = {"messages": messages, "stop": [" hidden"], "max_tokens": len("visible hidden")}
+    if stream:
+        *_, last, _ = server.stream(CHAT, fields)
+        text, chain, status = "visible", last["chain"], last["chain_status"]
+        assert last["choices"][0]["finish_reason"] == "stop"
+    else:
+        answer = server.post(CHAT, fields).json()
+        text, chain, status = answer["choices"][0]["message"]["content"], answer["chain"], answer["chain_status"]
+    prompt = len("<user:say:visible hidden rest\n<assistant:")
+    assert text == "visible"
+    if not checkpoints:
+        assert (status, chain["gone_reason"]) == ("invalidated", "rollback")
+        assert server.get(f"{CHAINS}/{chain['id']}").status_code == 410
+        return
+    assert (chain["total_tokens"], chain["processed_tokens"]) == (prompt + len("visible"), prompt)
+    new = {"messages": say("more"), "chain_id": chain["id"], "chain_append": True}
+    second = server.post(CHAT, new).json()
+    assert second["choices"][0]["message"]["content"] == "more"
+    assert second["usage"]["cached_tokens"] == prompt
+    assert second["usage"]["prompt_tokens"] == prompt + len("visible\n<user:say:more\n<assistant:")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_keeps_its_chain(servers: Servers, stream: bool) -> None:
     server = servers.start(slow())

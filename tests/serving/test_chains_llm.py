@@ -98,6 +98,17 @@ def test_a_stop_string_leaves_what_was_seen(llm: LLM) -> None:
     assert again.reused_tokens == report.processed_tokens
 
 
+def test_a_stop_string_in_the_last_token(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=len("hello wide wo"), stop=(" wo",))
+    (first,) = llm.generate("say:hello wide world\n", params, progress=False, chain=ChainOptions())
+    assert (first.text, first.outputs[0].finish_reason) == ("hello wide", "stop")
+    assert first.chain is not None
+    assert first.chain.total_tokens == len(first.prompt_ids) + len("hello wide")
+    assert first.chain.processed_tokens == len(first.prompt_ids)
+    second, report = turn(llm, "say:on\n", ChainOptions(first.chain.chain_id, append=True))
+    assert (second.text, report.reused_tokens) == ("on", len(first.prompt_ids))
+
+
 def test_a_stop_string_that_is_part_of_the_text_is_kept(llm: LLM) -> None:
     params = {"stop": ("de",), "include_stop_str_in_output": True}
     first, report = turn(llm, "say:abcdefgh\n", **params)
