@@ -685,10 +685,22 @@ def test_an_engine_that_is_closed_has_written_everything(tmp_path: pathlib.Path)
 
 # Random programs.
 
+talks = st.tuples(  # whole turns
+    st.just("talk"),
+    st.integers(0, 8),  # which chain
+    st.sampled_from(["", "", "", "append", "unnamed", "new"]),
+    st.integers(1, 12),  # new tokens
+    st.integers(1, 9),  # max_tokens
+    st.sampled_from(["dense", "dense", *NAMES]),
+    st.sampled_from([0, 1, None]),  # jobs done behind it
+)
 more = st.one_of(
     operations,
     operations,
     operations,
+    talks,
+    talks,
+    talks,
     st.tuples(st.just("work"), st.sampled_from([1, 2, None])),
     st.tuples(st.just("kill")),
     st.tuples(st.just("settle")),
@@ -733,8 +745,8 @@ def test_random_programs_with_a_disk(
     for operation, *args in program:
         live = list(talk.index.chains.values())
         bench = talk.bench
-        if operation == "turn":
-            which, twist, new, max_tokens, name = args
+        if operation in ("turn", "talk"):
+            which, twist, new, max_tokens, name = args[:5]
             history, chain_id, options = [], None, {}
             if live and twist != "new":
                 idle = [chain for chain in live if not chain.busy]
@@ -761,6 +773,9 @@ def test_random_programs_with_a_disk(
             except RequestError:
                 continue
             sent[request_id] = [*history, *fresh], max_tokens
+            if operation == "talk":
+                bench.run()
+                talk.worker.run(args[5])
         elif operation == "advance":
             bench.step(args[0])
         elif operation == "wait":
