@@ -109,6 +109,7 @@ class Server:
         self._command = command
         self._console = cli.Console()
         self._exit_status = 0
+        self._announced = False
         self._stopping = asyncio.Event()
         self._loader = threading.Thread(target=self._load, name="load", daemon=True)
         self._state: ServerState | None = None
@@ -171,6 +172,7 @@ class Server:
         watch = asyncio.create_task(self._watch(address))
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait((http, watch, stopping), return_when=asyncio.FIRST_COMPLETED)
+        self._announce(address)
         await self._drain()
         watch.cancel()
         server.should_exit = True
@@ -209,16 +211,13 @@ class Server:
         """Returns when there is nothing left to serve: loading failed, or the engine died."""
         state = self._state
         assert state is not None
-        announced = False
         while True:
             if state.phase == "failed":
                 self._exit_status = 1
                 return
             served = state.attached
             if served is not None:
-                if not announced:
-                    announced = True
-                    print(f"ready     {address}  (metrics /metrics)", file=sys.stderr, flush=True)
+                self._announce(address)
                 error = served.engine.failure
                 if error is not None:
                     log.error("the engine died: %s", error)
@@ -227,6 +226,13 @@ class Server:
                     await asyncio.sleep(_FAILED_GRACE_S)
                     return
             await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _announce(self, address: str) -> None:
+        """Says once that requests are answered, also if a signal comes before somebody has looked."""
+        assert self._state is not None
+        if self._state.attached is not None and not self._announced:
+            self._announced = True
+            print(f"ready     {address}  (metrics /metrics)", file=sys.stderr, flush=True)
 
     async def _drain(self) -> None:
         """Lets running requests finish, up to the timeout; then ends them with an error."""
