@@ -126,7 +126,7 @@ class HostTier:
         now = self._clock()
 
         def value(chain: Chain) -> float:
-            rows = chain.payload.copy if isinstance(chain.payload, DeviceRows) else chain.payload
+            rows: StoredRows = copy_of(chain.payload) or chain.payload
             return self.index.value(chain, now) * max(1, chain.size) / max(1, rows.nbytes)
 
         return sorted(chains, key=lambda c: (value(c), c.used_tick, c.chain_id))

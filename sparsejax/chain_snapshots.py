@@ -234,7 +234,8 @@ class DiskTier(HostTier):
             chain.ledger, chain.processed = record.ledger, record.processed
             chain.payload, chain.size = rows, size_of(rows)
             known = {field.name for field in dataclasses.fields(Quality)}
-            chain.quality = Quality(**{name: value for name, value in record.quality.items() if name in known})
+            quality: dict[str, Any] = {name: value for name, value in record.quality.items() if name in known}
+            chain.quality = Quality(**quality)
             chain.turns, chain.named = record.turns, record.named
             chain.parent_id, chain.priority, chain.ttl_s = record.parent_id, record.priority, record.ttl_s
             chain.gap_s = record.gap_s

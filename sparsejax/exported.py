@@ -94,7 +94,7 @@ def unpack(arrays: dict[str, np.ndarray], state: KVState, block_size: int) -> Sw
     row_state = transfers.ParkedState(found["row_aux"], found["request_aux"])
     host = next(iter(state.pools.values())).sharding.with_memory_kind("pinned_host")
     placed = jax.tree.map(lambda array: jax.device_put(array, host), (row_state, blocks))
-    return swapped(Exported(*placed, count))
+    return swapped(Exported(placed[0], placed[1], count))
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
