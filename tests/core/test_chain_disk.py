@@ -56,10 +56,15 @@ def rows_of(talk: Conversation) -> dict[str, np.ndarray]:
     first = np.arange(int(pages.columns.max())) * pages.page_size
     left = (pages.lengths[..., None] - first)[first < pages.lengths[..., None]]
     valid = np.repeat(np.arange(pages.page_size) < left[:, None], span, 0)
+    # Of rows that were decoded since the last prompt some methods have no scores yet.
+    scored = int(arrays["row_aux.accumulated_rows"].min()) if "row_aux.accumulated_rows" in arrays else None
+    place = np.broadcast_to(first, (*pages.columns.shape, len(first)))[first < pages.lengths[..., None]]
+    known = valid & (np.repeat(np.arange(pages.page_size) + place[:, None], span, 0) < (scored or 1 << 30))
     found = {}
     for name, array in arrays.items():
         per_row = name.startswith(("pools", "page_aux")) and array.shape[1:2] == (pages.page_size,)
-        mask = valid.reshape(*valid.shape, *[1] * (array.ndim - 2)) if per_row else True
+        rows_in = known if name == "page_aux.accumulated_scores" else valid
+        mask = rows_in.reshape(*valid.shape, *[1] * (array.ndim - 2)) if per_row else True
         found[name] = np.where(mask, array, 0)
     return found
 
@@ -70,9 +75,8 @@ def rows_of(talk: Conversation) -> dict[str, np.ndarray]:
 def test_71_from_disk_in_a_new_runner_it_goes_on_bit_for_bit(name: str, tmp_path: pathlib.Path) -> None:
     stayed = Conversation(runner_of(name))
     lasting = Lasting(name, tmp_path, stayed.runner._programs)
-    anything = stayed.runner.limits.methods[
-        name
-    ].replays_prompts  # what it keeps beside appended rows, which it never reads
+    # What such a method keeps beside appended rows, which it never reads.
+    anything = stayed.runner.limits.methods[name].replays_prompts
     for n, tokens in enumerate([PROMPT, *SUFFIXES]):
         assert lasting.turn(tokens) == stayed.turn(tokens), f"turn {n + 1}"
         mine, theirs = rows_of(lasting), rows_of(stayed)
