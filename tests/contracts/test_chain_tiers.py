@@ -404,6 +404,24 @@ def test_a_disk_that_refuses_never_fails_a_turn(code: int, tmp_path: pathlib.Pat
     talk.end()
 
 
+def test_a_copy_that_never_arrives_never_fails_a_turn(tmp_path: pathlib.Path, monkeypatch) -> None:
+    talk = DiskTalk(tmp_path)
+    _, chain = talk.turn(words(30), 9)
+
+    def broken(method, swapped):
+        raise RuntimeError("the copy has failed")
+
+    monkeypatch.setattr(talk.bench.runner, "pack", broken)
+    talk.settle()
+    assert talk.index.counts["persist_failed"] == 1
+    monkeypatch.undo()
+    talk.turn([*chain.ledger.tolist(), 3], 9, None, chain.chain_id, **STRICT)
+    talk.settle()
+    talk.kill()
+    talk.turn([*talk.index.chains[chain.chain_id].ledger.tolist(), 3], 9, None, chain.chain_id, **STRICT)
+    talk.end()
+
+
 def test_what_could_not_be_deleted_does_not_come_back(tmp_path: pathlib.Path) -> None:
     talk = DiskTalk(tmp_path)
     chains = [talk.turn(words(30, n), 9)[1] for n in range(2)]

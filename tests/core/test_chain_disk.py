@@ -15,7 +15,7 @@ import pytest
 from sparsejax import identity
 from sparsejax.array_files import OrbaxFiles
 from sparsejax.cache.chain import Tier
-from sparsejax.cache.chain_store import ChainStore
+from sparsejax.cache.chain_store import ChainStore, CorruptError, NewPart, Record
 from sparsejax.chain_disk import Disk
 from sparsejax.chain_rows import DeviceRows
 from sparsejax.mock import MockRunner
@@ -102,6 +102,40 @@ def test_weights_are_told_apart_by_every_bit() -> None:
     assert identity.weights_digest(changed) != digest
     flipped = {**weights, name: weights[name].reshape(-1)[::-1].reshape(weights[name].shape)}
     assert identity.weights_digest(flipped) != digest
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut", "missing"])
+def test_78_no_damage_to_a_checkpoint_goes_unnoticed(kind: str, tmp_path: pathlib.Path) -> None:
+    store = ChainStore(tmp_path, OrbaxFiles())
+    draw, one = np.random.default_rng(0), np.ones((1, 1), np.int32)
+    arrays = {
+        "pools.k": draw.integers(0, 99, (3, 4, 2), np.uint16),
+        "none": np.zeros((0, 2)),
+        "request": np.float32(3.5),
+    }
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    record = Record("chain_a", b"s", b"f", {}, "dense", "", np.arange(9, dtype=np.uint32), 8, 1, one)
+    (part,) = store.write(record, [NewPart(0 * one, one, arrays, 1)], 1 << 20).parts
+    folder, noticed = tmp_path / "chains" / "chain_a" / part.name, 0
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        damaged = bytearray(data if kind == "flip" else data[:-1])
+        damaged[len(damaged) // 2] ^= 4
+        path.write_bytes(damaged)
+        if kind == "missing":
+            path.unlink()
+        try:
+            found = store.read("chain_a", part)
+        except CorruptError:
+            noticed += 1
+        else:  # of what nobody needs
+            assert kind == "flip"
+            assert all(found[name].tobytes() == array.tobytes() for name, array in arrays.items())
+        path.write_bytes(data)
+    assert noticed > 2
+    found = store.read("chain_a", part)
+    assert {name: (a.dtype, a.shape) for name, a in found.items()} == {n: (a.dtype, a.shape) for n, a in arrays.items()}
+    store.close()
 
 
 SERVER = """
