@@ -122,7 +122,7 @@ class Recall:
             recall.columns = self._columns(seq, recall, 0)
             return
         if most >= int(held(recall.pages).sum(2).max()):
-            recall.order = best_first(recall.pages, None)
+            recall.order = best_first(recall.pages, None, most)
             self._lend(seq)
             return
         assert seq.pages is not None
@@ -144,7 +144,8 @@ class Recall:
         if recall is None or recall.ticket is not ticket:
             return
         recall.ticket, recall.scored = None, True
-        recall.order = best_first(recall.pages, scores.scores)
+        recall.bytes_moved += scores.nbytes
+        recall.order = best_first(recall.pages, scores.scores, self._most_columns(recall))
         self._lend(seq)
 
     def _most_columns(self, recall: Recalled) -> int:

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from sparsejax import recall_steps, transfers
-from sparsejax.cache.evicted import EvictedPages, PageScores
+from sparsejax.cache.evicted import EvictedPages, PageScores, held, joined_votes
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
 from sparsejax.plans import FrontRow, LendPages, MaintainRow, ProbeRow
 from sparsejax.programs import Program
+from sparsejax.state import POSITIONS
 from sparsejax.steps import MaintainInputs, Statics
 
 if TYPE_CHECKING:
@@ -29,16 +30,20 @@ PROBE_TOKENS = 64
 class Scores:
     """Scores under way (see `cache.evicted.ScoreTicket`)."""
 
-    def __init__(self, scores: list[jax.Array]) -> None:
-        self._scores = scores
-        for block in scores:
+    def __init__(self, votes: list[jax.Array], pages: tuple[EvictedPages, ...], page_size: int, nbytes: int) -> None:
+        self._votes, self._pages, self._page_size, self._nbytes = votes, pages, page_size, nbytes
+        for block in votes:
             block.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return all(block.is_ready() for block in self._scores)  # pyright: ignore[reportAttributeAccessIssue]
+        return all(block.is_ready() for block in self._votes)  # pyright: ignore[reportAttributeAccessIssue]
 
     def result(self) -> PageScores:
-        return PageScores(np.concatenate([np.asarray(block) for block in self._scores], axis=2))
+        votes = np.concatenate([np.asarray(block) for block in self._votes], axis=2)
+        positions = [np.asarray(some.payload.pools[POSITIONS])[:, :, : some.width] for some in self._pages]
+        ends = [np.concatenate([block[..., row] for block in positions], axis=2) for row in (0, -1)]
+        first, last = (np.where(held(self._pages), end, 0) for end in ends)
+        return PageScores(joined_votes(votes, first, last, self._page_size), self._nbytes)
 
 
 class RecallPrograms:
@@ -68,7 +73,8 @@ class RecallPrograms:
             found += [self._pack(name, pages) for pages in PACKED_PAGES]
             found += [self._adopt(name, pages) for pages in PACKED_PAGES]
             found += [self._probe(name), self._front(name)]
-            found += [self._score(pages) for pages in PACKED_PAGES]
+            found += [self._logits(name, pages) for pages in PACKED_PAGES]
+            found += [self._votes(pages) for pages in PACKED_PAGES]
             if _aux_names(statics.method, self._geometry, "page"):
                 found.append(self._page_aux(name))
         yield from {program.key: program for program in found}.values()
@@ -141,17 +147,35 @@ class RecallPrograms:
 
         return Program("probe", ("probe", name), f"probe[{name}]", recall_steps.probe_rows, args)
 
-    def _score(self, pages: int) -> Program:
+    def _asked(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Queries of a probe, and what they make of what is there."""
         geometry = self._geometry
+        shape = geometry.num_layers, recall_steps.VOTERS, geometry.num_q_heads
+        queries = jax.ShapeDtypeStruct((*shape, geometry.head_dim), np.dtype(geometry.dtype))
+        return queries, jax.ShapeDtypeStruct(shape, np.dtype(np.float32))
+
+    def _logits(self, name: str, pages: int) -> Program:
+        geometry, statics = self._geometry, recall_steps.probe_statics(self._statics[name])
 
         def args() -> tuple:
-            shape = geometry.num_layers, self._probe_tokens, geometry.num_q_heads, geometry.head_dim
-            queries = jax.ShapeDtypeStruct(shape, np.dtype(geometry.dtype))
-            bounds = geometry.num_layers, geometry.num_kv_heads, pages, geometry.head_dim
-            bound = jax.ShapeDtypeStruct(bounds, np.dtype(geometry.dtype))
-            return queries, np.int32(0), bound, bound
+            storage, shape = statics.storage, (geometry.num_layers, geometry.num_kv_heads)
+            specs = storage.payload(storage.params, geometry)
+            keys = {
+                array: jax.ShapeDtypeStruct((*shape, pages, *specs[array].shape), np.dtype(specs[array].dtype))
+                for array in storage.key_arrays
+            }
+            return statics, *self._asked(), keys, np.zeros(shape, np.int32)
 
-        return Program("score", ("score", pages), f"score[pages={pages}]", recall_steps.score_pages, args)
+        key, label = ("page_logits", name, pages), f"page_logits[{name} pages={pages}]"
+        return Program("page_logits", key, label, recall_steps.page_logits, args)
+
+    def _votes(self, pages: int) -> Program:
+        def args() -> tuple:
+            _, total = self._asked()
+            return jax.ShapeDtypeStruct((*total.shape, pages), np.dtype(np.float32)), total
+
+        key, static = ("page_votes", pages), {"heads": self._geometry.num_kv_heads}
+        return Program("page_votes", key, f"page_votes[pages={pages}]", recall_steps.page_votes, args, static)
 
     def _page_aux(self, name: str) -> Program:
         def args() -> tuple:
@@ -208,14 +232,18 @@ class RecallPrograms:
     def probe(self, name: str, plan: ProbeRow) -> Scores:
         """Scores pages by the queries of some tokens."""
         runner = self._runner
-        runner.state, queries = self._call(
-            self._probe(name), runner.weights, runner.state, *self._probe_inputs(name, plan)
-        )
-        count, scores = np.int32(len(plan.tokens)), []
+        args = runner.weights, runner.state, *self._probe_inputs(name, plan)
+        runner.state, queries, total = self._call(self._probe(name), *args)
+        logits, nbytes = [], 0
         for pages in plan.pages:
-            low, high = transfers.to_device((pages.payload.low, pages.payload.high))
-            scores.append(self._call(self._score(low.shape[2]), queries, count, low, high))
-        return Scores(scores)
+            names = self._statics[name].storage.key_arrays
+            keys = transfers.to_device({array: pages.payload.pools[array] for array in names})
+            nbytes += sum(array.nbytes for array in keys.values())
+            program = self._logits(name, pages.width)
+            found, total = self._call(program, queries, total, keys, pages.counts.astype(np.int32))
+            logits.append(found)
+        votes = [self._call(self._votes(found.shape[3]), found, total) for found in logits]
+        return Scores(votes, plan.pages, self._geometry.page_size, nbytes)
 
     def lend(self, name: str, plan: LendPages) -> int:
         """Copies packed rows into pages of the pool."""
@@ -271,14 +299,12 @@ class RecallPrograms:
         state, moving = self._runner.state, _aux_names(method, self._geometry, "token")
         pools = {name: np.zeros((size, *array.shape[1:]), array.dtype) for name, array in state.pools.items()}
         page_aux = {name: np.zeros((size, *array.shape[1:]), array.dtype) for name, array in state.page_aux.items()}
-        filled, first = 0, 0
-        for pages in source:
-            mine = np.flatnonzero((entries >= first) & (entries < first + pages.width))
-            where = layer[mine], head[mine], entries[mine] - first
-            first += pages.width
-            if not len(mine):
-                continue
-            packed: recall_steps.PackedPages = pages.payload
+        filled, firsts = 0, np.cumsum([0, *(pages.width for pages in source)])
+        owner = np.searchsorted(firsts, entries, side="right") - 1  # -1 for padding
+        for number in np.unique(owner[owner >= 0]).tolist():
+            mine = np.flatnonzero(owner == number)
+            where = layer[mine], head[mine], entries[mine] - firsts[number]
+            packed: recall_steps.PackedPages = source[number].payload
             for target, arrays in ((pools, packed.pools), (page_aux, {n: packed.page_aux[n] for n in moving})):
                 for name, array in arrays.items():
                     found = np.asarray(array)[where]

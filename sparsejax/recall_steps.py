@@ -2,8 +2,9 @@
 
     state, dropped = spill_step(statics, state, inputs, asked, phase=..., kept=..., width=...)
     packed = pack_rows(statics, state, dropped, first, pages=...)
-    state, queries = probe_rows(statics, weights, state, tokens, numbers, updates)
-    scores = score_pages(queries, count, low, high)
+    state, queries, total = probe_rows(statics, weights, state, tokens, numbers, updates)
+    logits, total = page_logits(statics, queries, total, keys, counts)
+    votes = page_votes(logits, total)
     state = adopt_pages(state, packed, head_pages)
     state = build_page_aux(statics, state, table, lengths)
     state = set_table(state, row, table, lengths, shift, granularity=..., counters=...)
@@ -21,14 +22,17 @@ import jax.numpy as jnp
 
 from sparsejax.forward import Batch, Cache, Statics, layers, load_tile
 from sparsejax.geometry import Geometry
-from sparsejax.method import Aux, AuxSpec, Method, Phase, Written
+from sparsejax.method import Aux, AuxSpec, Method, ObserveContext, Phase, Written
 from sparsejax.models.registry import get_architecture
 from sparsejax.models.spec import Weights
+from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import POSITIONS
 from sparsejax.state import KVState, layer_view
 from sparsejax.steps import MaintainInputs, compact, per_token, update_tables
 
-QUERIES = "probe_queries"
+QUERIES, MASS = "probe_queries", "probe_mass"
+VOTERS = 16
+"""Queries at the end of a prompt that say which dropped rows it needs. More of them say less: most look elsewhere."""
 COLUMNS = 8
 """Pages of a head whose aux is built at once."""
 
@@ -54,13 +58,10 @@ class PackedPages(NamedTuple):
     Attributes:
       pools: payload and positions.
       page_aux: the method's arrays per stored row.
-      low, high: [num_layers, kv_heads, pages, head_dim], bounds of the keys of each page.
     """
 
     pools: dict[str, jax.Array]
     page_aux: dict[str, jax.Array]
-    low: jax.Array
-    high: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "phase", "kept", "width"), donate_argnames=("state",))
@@ -106,7 +107,7 @@ def pack_rows(statics: Statics, state: KVState, dropped: Dropped, first: jax.Arr
     table, lengths, kept = dropped.table[:, :, None], dropped.lengths[:, :, None], dropped.kept[:, :, None]
     arrays = {**state.pools, **{name: state.page_aux[name] for name in per_token(statics)}}
 
-    def of(layer: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    def of(layer: jax.Array) -> dict[str, jax.Array]:
         view = layer_view(geometry, grain, table, lengths, layer)
         stays = layer_view(geometry, grain, table, kept, layer).lengths[0][:, None]  # [heads or 1, 1]
         rows = dropped.rows[layer]
@@ -116,16 +117,10 @@ def pack_rows(statics: Statics, state: KVState, dropped: Dropped, first: jax.Arr
         row = jnp.clip(row, 0, view.table.shape[2] * page - 1)[None]
         head_pages, offsets = view.pages_at(row // page)[0], (row % page)[0]
         found = {name: array[head_pages, offsets] for name, array in arrays.items()}
-        payload = {name: found[name][None] for name in state.pools if name != POSITIONS}
-        keys, _ = load_tile(statics)(payload, layer)
-        keys = keys[0].reshape(*head_pages.shape[:1], pages, page, -1)
-        found = {name: rows.reshape(rows.shape[0], pages, page, *rows.shape[2:]) for name, rows in found.items()}
-        return found, keys.min(2), keys.max(2)
+        return {name: rows.reshape(rows.shape[0], pages, page, *rows.shape[2:]) for name, rows in found.items()}
 
-    found, low, high = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
-    return PackedPages(
-        {name: found[name] for name in state.pools}, {name: found[name] for name in per_token(statics)}, low, high
-    )
+    found = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
+    return PackedPages({name: found[name] for name in state.pools}, {name: found[name] for name in per_token(statics)})
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -145,7 +140,8 @@ def adopt_pages(state: KVState, packed: PackedPages, head_pages: jax.Array) -> K
 
 
 def _probe_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
-    return {QUERIES: AuxSpec("row", (geometry.num_q_heads, geometry.head_dim))}
+    heads = geometry.num_q_heads
+    return {QUERIES: AuxSpec("row", (heads, geometry.head_dim)), MASS: AuxSpec("row", (heads,), "float32")}
 
 
 def _record(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
@@ -153,16 +149,35 @@ def _record(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, writte
     return page_aux, {**row_aux, QUERIES: row_aux[QUERIES].at[written.layer].set(written.queries[0])}
 
 
+def _sum_up(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
+    """What the queries make of the rows that the chain still has, and of the tokens before them."""
+    index = jnp.arange(context.queries.shape[1], dtype=jnp.int32)[None, None]
+    limit = jnp.where(index < context.num_valid[:, None, None], context.start[:, :, None] + index + 1, 0)
+    lse = api.attention_lse(
+        context.queries,
+        context.pools,
+        context.names,
+        context.view,
+        limit,
+        load_tile=context.load_tile,
+        layer=context.layer,
+        scale=context.geometry.scale,
+        implementation=context.implementation,
+    )
+    return context.page_aux, {**context.row_aux, MASS: context.row_aux[MASS].at[context.layer].set(lse[0])}
+
+
 def probe_statics(statics: Statics) -> Statics:
     """The same model and storage under a method that only takes queries down, and so touches nobody's statistics."""
-    probe = Method("probe", "none", granularity=statics.method.granularity, aux=_probe_aux, on_write=_record)
+    grain = statics.method.granularity
+    probe = Method("probe", "none", granularity=grain, aux=_probe_aux, on_write=_record, observe=_sum_up)
     return Statics(statics.spec, statics.geometry, probe, statics.storage, statics.implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
 def probe_rows(
     statics: Statics, weights: Weights, state: KVState, tokens: jax.Array, numbers: jax.Array, updates: jax.Array
-) -> tuple[KVState, jax.Array]:
+) -> tuple[KVState, jax.Array, jax.Array]:
     """Runs tokens behind a row for the sake of their queries, and forgets them: lengths and positions stay.
 
     Args:
@@ -174,7 +189,8 @@ def probe_rows(
       updates: as in `steps.DecodeInputs`; pages for all tokens must be in the table.
 
     Returns:
-      the new state, and the queries of each layer [num_layers, chunk, q_heads, head_dim].
+      the new state; of the last VOTERS tokens the queries [num_layers, VOTERS, q_heads, head_dim], and float32
+      [num_layers, VOTERS, q_heads] the log-sum-exp of their logits with all they see; -inf where there is no token.
     """
     geometry, name = statics.geometry, statics.method.granularity.value
     state = update_tables(statics, state, updates)
@@ -184,31 +200,69 @@ def probe_rows(
     batch = Batch(rows, table, start, num_new, positions, tokens)
     model = get_architecture(statics.spec.architecture)
     shape = geometry.num_layers, tokens.shape[1], geometry.num_q_heads, geometry.head_dim
-    cache = Cache(state.pools, {}, {QUERIES: jnp.zeros(shape, geometry.dtype)}, {})
+    aux = {QUERIES: jnp.zeros(shape, geometry.dtype), MASS: jnp.zeros(shape[:3], jnp.float32)}
+    cache = Cache(state.pools, {}, aux, {})
     _, cache = layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
-    return state.replace(pools=cache.pools), cache.row_aux[QUERIES]
+    last = num_new - VOTERS + jnp.arange(VOTERS, dtype=jnp.int32)
+    queries, total = (jnp.take(cache.row_aux[name], jnp.maximum(last, 0), axis=1) for name in (QUERIES, MASS))
+    return state.replace(pools=cache.pools), queries, jnp.where(last[None, :, None] >= 0, total, -jnp.inf)
 
 
-@jax.jit
-def score_pages(queries: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """The largest logit that a key within the bounds could have with any of the queries (arXiv 2406.10774).
+@functools.partial(jax.jit, static_argnames=("statics",))
+def page_logits(
+    statics: Statics,
+    queries: jax.Array,
+    total: jax.Array,
+    keys: dict[str, jax.Array],
+    counts: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What queries think of some pages, as the log-sum-exp of the logits with their rows.
 
     Args:
-      queries: [num_layers, chunk, q_heads, head_dim].
-      count: int32 scalar, the first queries that count.
-      low, high: [num_layers, kv_heads, pages, head_dim].
+      statics: what the program is compiled for.
+      queries, total: from `probe_rows`; `total` may have seen other pages.
+      keys: the storage's `key_arrays` of packed pages, [num_layers, kv_heads, pages, page_size, ...].
+      counts: int32 [num_layers, kv_heads], pages that are there.
 
     Returns:
-      float32 [num_layers, kv_heads, pages], not scaled.
+      float32 [num_layers, VOTERS, q_heads, pages], and `total` with these pages.
     """
-    num_layers, chunk, q_heads, head_dim = queries.shape
-    heads = low.shape[1]
-    grouped = queries.astype(jnp.float32).reshape(num_layers, chunk, heads, q_heads // heads, head_dim)
-    how = {"precision": jax.lax.Precision.HIGHEST}
-    bound = jnp.einsum("lchgd,lhpd->lhpcg", jnp.maximum(grouped, 0), high.astype(jnp.float32), **how)
-    bound += jnp.einsum("lchgd,lhpd->lhpcg", jnp.minimum(grouped, 0), low.astype(jnp.float32), **how)
-    counts = (jnp.arange(chunk, dtype=jnp.int32) < count)[None, None, None, :, None]
-    return jnp.where(counts, bound, -jnp.inf).max((3, 4))
+    geometry, storage = statics.geometry, statics.storage
+    heads, (pages, page) = geometry.num_kv_heads, next(iter(keys.values())).shape[2:4]
+    others = {name: spec for name, spec in storage.payload(storage.params, geometry).items() if name not in keys}
+
+    def of(layer: jax.Array) -> jax.Array:
+        rows = {name: array[layer].reshape(1, heads, pages * page, *array.shape[4:]) for name, array in keys.items()}
+        rows |= {
+            name: jnp.zeros((1, heads, pages * page, *spec.shape[1:]), spec.dtype) for name, spec in others.items()
+        }
+        decoded, _ = load_tile(statics)(rows, layer)
+        asked = queries[layer].astype(jnp.float32).reshape(VOTERS, heads, -1, geometry.head_dim)
+        logits = jnp.einsum(
+            "wgmd,gnd->wgmn", asked, decoded[0].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        found = jax.nn.logsumexp(geometry.scale * logits.reshape(*logits.shape[:3], pages, page), axis=-1)
+        there = jnp.arange(pages, dtype=jnp.int32)[None] < counts[layer][:, None]
+        return jnp.where(there[None, :, None], found, -jnp.inf).reshape(VOTERS, -1, pages)
+
+    found = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
+    return found, jnp.where(total > -jnp.inf, jnp.logaddexp(total, jax.nn.logsumexp(found, axis=-1)), total)
+
+
+@functools.partial(jax.jit, static_argnames=("heads",))
+def page_votes(logits: jax.Array, total: jax.Array, *, heads: int) -> jax.Array:
+    """The attention that each page would get, squared and summed over queries: those that look at many count little.
+
+    Args:
+      logits: from `page_logits`.
+      total: from the last `page_logits` of all pages; -inf where there is no query.
+      heads: KV heads.
+
+    Returns:
+      float32 [num_layers, kv_heads, pages].
+    """
+    share = jnp.where(total[..., None] > -jnp.inf, jnp.exp(2.0 * (logits - total[..., None])), 0.0)
+    return share.reshape(*share.shape[:2], heads, -1, share.shape[3]).sum((1, 3))
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))

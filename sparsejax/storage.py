@@ -28,6 +28,7 @@ class Storage:
       encode: (params, geometry, layer, k, v [..., head_dim]) -> {name: [...]} rows of the payload.
       load_tile: (params, geometry, tiles {name: [..., rows, ...]}, layer) -> k, v [..., rows, head_dim] in the
         compute dtype.
+      key_arrays: the arrays of the payload that keys are decoded from.
       exact: what is read is what was stored, so a row can be stored again without getting worse.
       check: (params, geometry, checkpoint id, model config hash) -> reasons why this model can't be stored so.
     """
@@ -39,6 +40,7 @@ class Storage:
     encode: Callable[[Any, Geometry, jax.Array, jax.Array, jax.Array], dict[str, jax.Array]]
     load_tile: Callable[[Any, Geometry, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array]]
     paper: str = ""
+    key_arrays: tuple[str, ...] = ("k",)
     exact: bool = False
     check: Callable[[Any, Geometry, str, str], list[str]] = lambda params, geometry, checkpoint_id, config_sha256: []
 

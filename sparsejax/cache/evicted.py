@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 _LOWEST = np.finfo(np.float32).min
+_OWN_VOTES = 0.1
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,9 +58,13 @@ class ScoreTicket(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PageScores:
-    """How well some evicted pages could match a turn's queries: float32 [num_layers, num_kv_heads, pages]."""
+    """How much some evicted pages are worth to a turn: float32 [num_layers, num_kv_heads, pages].
+
+    `nbytes` were copied to find out.
+    """
 
     scores: np.ndarray
+    nbytes: int = 0
 
 
 class EvictedStore:
@@ -108,17 +113,45 @@ def held(pages: tuple[EvictedPages, ...]) -> np.ndarray:
     return np.concatenate([np.arange(some.width) < some.counts[..., None] for some in pages], axis=2)
 
 
-def best_first(pages: tuple[EvictedPages, ...], scores: np.ndarray | None) -> np.ndarray:
-    """Entries of each head, int32 [layers, kv_heads, entries]: the best first, -1 where a head has no more.
+def best_first(pages: tuple[EvictedPages, ...], scores: np.ndarray | None, most: int) -> np.ndarray:
+    """The `most` best entries of each head, int32 [layers, kv_heads, most]: the best first, -1 where there are no more.
 
     Without scores the newest are the best.
     """
     there = held(pages)
     if scores is None:
-        scores = np.broadcast_to(np.arange(there.shape[2], dtype=np.float32), there.shape)
+        newest = np.where(there, np.arange(there.shape[2], dtype=np.int32), np.int32(-1))
+        return -np.sort(-newest, axis=2)[..., :most]
     finite = np.nan_to_num(scores, nan=-np.inf).clip(_LOWEST, -_LOWEST)  # what is not a number is of no use to anybody
-    order = np.argsort(-np.where(there, finite, -np.inf), axis=2, kind="stable")
+    cost = -np.where(there, finite, -np.inf)
+    order = np.arange(cost.shape[2])
+    if most < cost.shape[2]:
+        order = np.sort(np.argpartition(cost, most - 1, axis=2)[..., :most], axis=2)
+        cost = np.take_along_axis(cost, order, 2)
+    order = np.take_along_axis(np.broadcast_to(order, cost.shape), np.argsort(cost, axis=2, kind="stable"), 2)
     return np.where(np.take_along_axis(there, order, 2), order, -1).astype(np.int32)
+
+
+def joined_votes(votes: np.ndarray, first: np.ndarray, last: np.ndarray, page_size: int) -> np.ndarray:
+    """What pages are worth to each head if all heads say together which parts of the text are needed.
+
+    Few heads look for what is far away, and they know: the others would hardly attend to it, but what it means depends
+    on all of them. A head's own votes count a tenth beside the mean of all.
+
+    Args:
+      votes: float [layers, kv_heads, pages], not negative.
+      first, last: int [layers, kv_heads, pages], positions of the first and the last row of each.
+      page_size: rows of a page; votes are for as many positions.
+
+    Returns:
+      float32 [layers, kv_heads, pages].
+    """
+    votes = np.nan_to_num(votes)
+    parts = [np.clip(ends, 0, None) // page_size for ends in (first, last)]
+    size = 1 + max(int(part.max()) for part in parts)
+    total = sum(np.bincount(part.reshape(-1), votes.reshape(-1), size) for part in parts)
+    mean = total / (2 * votes.shape[0] * votes.shape[1])
+    return (sum(mean[part] for part in parts) / 2 + _OWN_VOTES * votes).astype(np.float32)
 
 
 @dataclasses.dataclass

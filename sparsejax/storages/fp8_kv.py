@@ -216,6 +216,7 @@ def build(params: Params) -> Storage:
         encode,
         load_tile,
         paper="OCP 8-bit floating point, E4M3",
+        key_arrays=("k", "k_scale") if calibrated.mode == "dynamic" else ("k",),
         check=check,
     )
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from sparsejax.cache.chain import Chain, ChainState, Tier
-from sparsejax.cache.evicted import EvictedPages, EvictedStore, best_first
+from sparsejax.cache.evicted import EvictedPages, EvictedStore, best_first, joined_votes
 from sparsejax.errors import RequestError
 from sparsejax.launches import RunnerError
 from sparsejax.mock import METHODS, ContractError, MockMethod, mix
@@ -474,11 +474,25 @@ def test_the_oldest_pages_lose_their_rows_and_those_that_nobody_holds_cost_nothi
 def test_the_best_come_first_and_nothing_that_is_not_there() -> None:
     blocks = [EvictedPages(object(), np.array([[count]], np.int32), 1) for count in (2, 1)]
     scores = np.array([[[1.0, np.nan, 3.0]]], np.float32)
-    assert best_first(tuple(blocks), scores).tolist() == [[[2, 0, 1]]]
-    assert best_first(tuple(blocks), None).tolist() == [[[2, 1, 0]]]
+    assert best_first(tuple(blocks), scores, 3).tolist() == [[[2, 0, 1]]]
+    assert best_first(tuple(blocks), scores, 2).tolist() == [[[2, 0]]]
+    assert best_first(tuple(blocks), None, 3).tolist() == [[[2, 1, 0]]]
+    assert best_first(tuple(blocks), None, 1).tolist() == [[[2]]]
     uneven = (EvictedPages(object(), np.array([[2, 1]], np.int32), 1),)
     wrong = np.array([[[np.inf, 0.0], [-np.inf, np.inf]]], np.float32)
-    assert best_first(uneven, wrong).tolist() == [[[0, 1], [0, -1]]]
+    assert best_first(uneven, wrong, 2).tolist() == [[[0, 1], [0, -1]]]
+    assert best_first(uneven, None, 2).tolist() == [[[1, 0], [0, -1]]]
+
+
+def test_heads_say_together_what_is_needed() -> None:
+    first = np.array([[[0, 4, 8], [2, 6, 10]]])
+    last = first + 3
+    votes = np.array([[[0.0, 0.9, 0.0], [0.1, 0.1, 0.1]]])
+    scores = joined_votes(votes, first, last, 4)
+    assert scores[0].argmax(1).tolist() == [1, 1]
+    assert scores[0, 1].argmin() == 2, "it shares no position with what the other head is sure of"
+    votes[0, 1, 2] = np.nan
+    assert np.isfinite(joined_votes(votes, first, last, 4)).all()
 
 
 def test_the_mock_notices_a_loan_that_is_in_the_way() -> None:

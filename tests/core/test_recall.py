@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax import combine, recall_steps, registry
+from sparsejax.forward import Statics
 from sparsejax.plans import FrontRow, LendPages, MaintainRow
 from sparsejax.request import ChainOptions, Request, SamplingParams
 from sparsejax.runner import DeviceRunner
@@ -292,22 +293,15 @@ def test_the_probe_sees_what_a_prompt_sees_and_leaves_nothing_behind() -> None:
     served.turn(tokens_of(1, CHUNK), 1)
     before = served.chain.payload.parked.payload
     queries: list[np.ndarray] = []
-    recall = runner._recall
-    score = recall._score
+    call = runner._recall._call
 
-    def kept(pages):
-        program = score(pages)
-        function = recall._call
+    def watched(program, *args):
+        found = call(program, *args)
+        if program.name == "probe":
+            queries.append(np.asarray(found[1]))
+        return found
 
-        def call(which, *args):
-            if which.name == "score":
-                queries.append(np.asarray(args[0]))
-            return function(which, *args)
-
-        recall._call = call
-        return program
-
-    recall._score = kept
+    runner._recall._call = watched
     suffix = tokens_of(2, 9)
     events: list = []
     prompt = (*served.context, *suffix)
@@ -326,61 +320,69 @@ def test_the_probe_sees_what_a_prompt_sees_and_leaves_nothing_behind() -> None:
     window = small(name)["observation_window_size"]
     ring = np.asarray(served.chain.payload.parked.payload.row_aux["snapkv_queries"])
     positions = np.arange(len(prompt) - window, len(prompt))
-    np.testing.assert_allclose(queries[0][:, 10 - window : 10], ring[:, positions % window], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(queries[0][:, -window:], ring[:, positions % window], rtol=1e-4, atol=1e-5)
 
 
 def test_the_page_that_matches_best_is_lent() -> None:
-    """Keys that match any query better than all others are planted in a dropped page, another in each head."""
+    """Keys that match a query of the prompt's end in one head are planted in a dropped page: every head gets it."""
     runner = runner_of("pyramidkv")
     watched, served = Watched(runner, complete=False), Talk(runner, PAGE)
     watched.learn = lambda method, rows: None  # what is planted was never computed
     served.turn(tokens_of(1, CHUNK), 1)
-    evicted, wanted = served.chain.evicted, {}
-    for layer, head in np.ndindex(evicted[0].counts.shape):
-        counts = [int(some.counts[layer, head]) for some in evicted]
-        choice = (layer + 2 * head) % sum(counts)
-        block = next(i for i in range(len(counts)) if choice < sum(counts[: i + 1]))
-        page = choice - sum(counts[:block])
-        packed = evicted[block].payload
-        keys = np.array(packed.pools["k"])
-        keys[layer, head, page] *= 100.0
-        pools = {**packed.pools, "k": keys}
-        low, high = np.array(packed.low), np.array(packed.high)
-        low[layer, head, page], high[layer, head, page] = keys[layer, head, page].min(0), keys[layer, head, page].max(0)
-        evicted[block].payload = packed._replace(pools=pools, low=low, high=high)
-        wanted[layer, head] = np.asarray(packed.pools[POSITIONS])[layer, head, page].tolist()
-    runner._recall.probe = _on_host(runner)
+    evicted, queries = served.chain.evicted, []
+    call = runner._recall._call
+
+    def planting(program, *args):
+        if program.name == "page_logits" and not queries:
+            asked, total, keys, counts = args
+            queries.append(np.asarray(asked)[1, -1, 3])  # of KV head 1
+            planted = np.array(keys["k"])
+            planted[1, 1, 0, 2] = 50.0 * queries[0] / np.abs(queries[0]).max()
+            args = asked, total, {"k": planted}, counts
+        return call(program, *args)
+
+    runner._recall._call = planting
     served.turn(tokens_of(2, 9), 1)
-    assert {(l, h): rows for l, layer in enumerate(watched.loans[0]) for h, rows in enumerate(layer)} == wanted
+    pages = np.concatenate([np.asarray(some.payload.pools[POSITIONS]) for some in evicted], axis=2)
+    wanted = pages[1, 1, 0].tolist()
+    assert watched.loans[0][1][1] == wanted
+    for layer, head in np.ndindex(pages.shape[:2]):
+        shared = [len(set(page) & set(wanted)) for page in pages[layer, head].tolist()]
+        lent = watched.loans[0][layer][head]
+        assert len(set(lent) & set(wanted)) == max(shared), "what one head is sure of is there for all"
 
 
-def _on_host(runner: DeviceRunner):
-    """Planted bounds are NumPy's, which need no copy."""
-    probe = runner._recall.probe
-
-    def call(name, plan):
-        import jax
-
-        for pages in plan.pages:
-            pages.payload = pages.payload._replace(
-                low=jax.numpy.asarray(pages.payload.low), high=jax.numpy.asarray(pages.payload.high)
-            )
-        return probe(name, plan)
-
-    return call
-
-
-def test_scores_bound_every_logit_and_are_reached_by_pages_of_one_row() -> None:
+def test_votes_are_squared_shares_of_attention() -> None:
+    """Of everything that a query may look at: what the chain still has, its own prompt and all dropped pages."""
+    name = "snapkv+fp8_kv"
+    method, storage = registry.resolve(name, small(name))
+    geometry = TINY.geometry(PAGE, WINDOW)
+    statics = recall_steps.probe_statics(Statics(TINY, geometry, method, storage))
     rng = np.random.default_rng(0)
-    layers, tokens, q_heads, heads, pages, dim, rows = 2, 5, 4, 2, 7, 8, 3
-    queries = rng.standard_normal((layers, tokens, q_heads, dim)).astype(np.float32)
-    keys = rng.standard_normal((layers, heads, pages, rows, dim)).astype(np.float32)
-    keys[:, :, 0] = keys[:, :, 0, :1]
-    scores = np.asarray(recall_steps.score_pages(queries, np.int32(4), keys.min(3), keys.max(3)))
-    grouped = queries[:, :4].reshape(layers, 4, heads, q_heads // heads, dim)
-    logits = np.einsum("ltgqd,lgprd->lgptqr", grouped, keys).max((3, 4, 5))
-    assert (scores >= logits - 1e-5).all()
-    np.testing.assert_allclose(scores[:, :, 0], logits[:, :, 0], rtol=1e-5)
+    layers, heads, pages, dim, voters = geometry.num_layers, geometry.num_kv_heads, 3, geometry.head_dim, 5
+    keys = rng.standard_normal((2, layers, heads, pages, PAGE, dim)).astype(np.float32)
+    queries = rng.standard_normal((layers, recall_steps.VOTERS, geometry.num_q_heads, dim)).astype(np.float32)
+    total = rng.standard_normal(queries.shape[:3]).astype(np.float32)
+    total[:, :-voters] = -np.inf
+    counts = [np.full((layers, heads), 3, np.int32), np.array([[1, 3]] * layers, np.int32)]
+    found, sums, decoded = [], total, []
+    for block, count in zip(keys, counts, strict=True):
+        stored = storage.encode(storage.params, geometry, 0, block, block)
+        packed = {array: stored[array] for array in storage.key_arrays}
+        logits, sums = run(recall_steps.page_logits, statics, queries, sums, packed, count)
+        found.append(logits)
+        flat = {n: a.reshape(layers, heads, pages * PAGE, *a.shape[4:]) for n, a in stored.items()}
+        decoded.append(np.asarray(storage.load_tile(storage.params, geometry, flat, 0)[0]))
+    logits = np.concatenate(
+        [np.einsum("lwhgd,lhnd->lwhgn", queries.reshape(*queries.shape[:2], heads, -1, dim), k) for k in decoded], -1
+    )
+    there = np.concatenate([np.arange(pages) < count[..., None] for count in counts], -1)
+    logits = np.where(np.repeat(there, PAGE, -1)[:, None, :, None], logits * geometry.scale, -np.inf)[:, -voters:]
+    mass = np.exp(logits)
+    rest = np.exp(total[:, -voters:]).reshape(*mass.shape[:4])
+    share = (mass / (mass.sum(-1) + rest)[..., None]).reshape(*mass.shape[:4], -1, PAGE).sum(-1)
+    votes = [np.asarray(run(recall_steps.page_votes, logits, sums, heads=heads)) for logits in found]
+    np.testing.assert_allclose(np.concatenate(votes, 2), (share**2).sum((1, 3)), rtol=1e-4)
 
 
 @pytest.mark.slow
