@@ -44,7 +44,7 @@ def default_config(head_dim: int, itemsize: int) -> Config:
     """Tiles that fit the device's shared memory, for keys of `itemsize` bytes in the compute dtype."""
     large_shared_memory = capability() in ((8, 0), (9, 0), (10, 0), (10, 3))
     rows = max(16, min(128, (32768 if large_shared_memory else 16384) // (head_dim * itemsize)))
-    return Config(rows, 4)  # H200: with 8 warps a fourth slower at 5K rows, two fifths at 33K
+    return Config(rows, 4)  # H200: 8 warps take 1.2 times as long at 5K rows and 1.4 times at 33K
 
 
 def unsupported(pools: Pools, names: tuple[str, ...], view: PageView, load_tile: LoadTile) -> str | None:
