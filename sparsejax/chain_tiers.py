@@ -1,7 +1,8 @@
 """Where the rows of a chain are between its turns: the pool, host memory or disk, and which go when room is short.
 
-Order of loss on the device: checkpoints, then idle chains, least valuable first, then chains that wait for their turn.
-Each goes one tier down: to the host, from there to disk, if a snapshot of it is there, and then away.
+Order of loss on the device: checkpoints, idle chains, least valuable first, prefixes that conversations share, and last
+chains that wait for their turn. Chains go one tier down: to the host, from there to disk, if a snapshot of them is
+there, and then away.
 
 With a directory every finished turn is copied off the device and written in the background, so that leaving the device
 costs nothing later; of pages that the turn before left and that have not changed, no second copy is made. Without one
@@ -81,19 +82,26 @@ class Tiers(DiskTier):
         own_checkpoints: bool = False,
         forget: Callable[[Chain], bool] | None = None,
     ) -> bool:
-        """One step towards free pages: checkpoints, then idle chains, then those that wait for their turn.
+        """One step towards free pages: checkpoints, idle chains, shared prefixes, then those that wait for their turn.
 
         Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last. Those
         that wait go to the host; what has no room there is given up only by `forget`.
         """
         victims = [chain for chain in self.index.victims() if chain is not keep]
-        for chain in (*victims, *self._others(keep, set(victims))):
-            if chain.checkpoints and chain is not keep:
-                return self.index.drop_checkpoints(chain) > 0
+        others = (*victims, *self._others(keep, set(victims)))
+        for chain in others:
+            if any(c.kind != "prefix" for c in chain.checkpoints):
+                return self.index.drop_checkpoints(chain, prefixes=False) > 0
+        twin = _twin(others)
+        if twin is not None:
+            return self.index.drop_checkpoints(twin) > 0
         if victims:
             if passing(victims[0]) or not self.demote(victims[0]):
                 self.index.drop(victims[0], "evicted")
             return True
+        for chain in others:  # a conversation on the host comes back, what new ones begin with does not
+            if chain.checkpoints:
+                return self.index.drop_checkpoints(chain) > 0
         waiting = [
             c
             for c in self.index.chains.values()
@@ -323,3 +331,16 @@ class Tiers(DiskTier):
         shelf |= {id(seq.pages) for seq in turns if seq.parked is not None}
         if shelf != set(self._memory.shelf):
             raise IntegrityError("pages without a row belong to no chain")
+
+
+def _twin(chains: Iterable[Chain]) -> Chain | None:
+    """A chain with a shared prefix that another one keeps too."""
+    known: set[tuple[bytes, bytes]] = set()
+    for chain in chains:
+        for checkpoint in chain.checkpoints:
+            if checkpoint.kind == "prefix":
+                prefix = chain.seed, chain.ledger[: checkpoint.processed].tobytes()
+                if prefix in known:
+                    return chain
+                known.add(prefix)
+    return None

@@ -502,9 +502,11 @@ class ChainIndex:
             self._touch(chain, chain.used_s)
         return found
 
-    def drop_checkpoints(self, chain: Chain) -> int:
-        """Drops all earlier states of a chain. Returns how many there were."""
-        dropped, chain.checkpoints = chain.checkpoints, []
+    def drop_checkpoints(self, chain: Chain, prefixes: bool = True) -> int:
+        """Drops earlier states of a chain, `prefixes` that others may begin with among them. Returns how many."""
+        stay = [] if prefixes else [c for c in chain.checkpoints if c.kind == "prefix"]
+        dropped = chain.checkpoints if prefixes else [c for c in chain.checkpoints if c.kind != "prefix"]
+        chain.checkpoints = stay
         for checkpoint in dropped:
             self._release(checkpoint.payload)
         self._touch(chain, chain.used_s)

@@ -288,6 +288,29 @@ def test_22_first_turns_start_from_a_shared_system_prompt(name: str) -> None:
     talk.end()
 
 
+def test_22_a_shared_system_prompt_outlives_the_chains_that_leave_the_device() -> None:
+    talk = Talk(num_rows=4, num_sequence_pages=400)
+    system = words(83)
+    both = [talk.send([*system, *words(9, n)], 5, shared_tokens=83) for n in (1, 2)]
+    talk.bench.run()
+    talk.check(*both)
+    chains = list(talk.chains.index.chains.values())
+
+    def kept() -> list[str]:
+        return [c.kind for chain in chains for c in chain.checkpoints]
+
+    assert kept().count("prefix") == 2, "both came before the other one was there"
+    while any(chain.tier is Tier.DEVICE for chain in chains):
+        assert talk.chains.reclaim()
+    assert kept() == ["prefix"], "one is enough"
+    report, _ = talk.turn([*system, *words(9, 3)], 5)
+    assert report.reused_tokens == 83
+    while talk.chains.reclaim():
+        pass
+    assert kept() == []
+    talk.end()
+
+
 def test_61_forks_of_a_prompt_that_is_cut_off_keep_what_they_share() -> None:
     talk = Talk(prefill_buckets=((1, 16),))
     _, chain = talk.turn(words(30), 5)
