@@ -30,8 +30,8 @@ PROBE_TOKENS = 64
 class Scores:
     """Scores under way (see `cache.evicted.ScoreTicket`)."""
 
-    def __init__(self, votes: list[jax.Array], pages: tuple[EvictedPages, ...], page_size: int, nbytes: int) -> None:
-        self._votes, self._pages, self._page_size, self._nbytes = votes, pages, page_size, nbytes
+    def __init__(self, votes: list[jax.Array], pages: tuple[EvictedPages, ...], nbytes: int) -> None:
+        self._votes, self._pages, self._nbytes = votes, pages, nbytes
         for block in votes:
             block.copy_to_host_async()
 
@@ -41,9 +41,8 @@ class Scores:
     def result(self) -> PageScores:
         votes = np.concatenate([np.asarray(block) for block in self._votes], axis=2)
         positions = [np.asarray(some.payload.pools[POSITIONS])[:, :, : some.width] for some in self._pages]
-        ends = [np.concatenate([block[..., row] for block in positions], axis=2) for row in (0, -1)]
-        first, last = (np.where(held(self._pages), end, 0) for end in ends)
-        return PageScores(joined_votes(votes, first, last, self._page_size), self._nbytes)
+        there = held(self._pages)[..., None]  # elsewhere are the positions of other rows
+        return PageScores(joined_votes(votes, np.where(there, np.concatenate(positions, axis=2), 0)), self._nbytes)
 
 
 class RecallPrograms:
@@ -243,7 +242,7 @@ class RecallPrograms:
             found, total = self._call(program, queries, total, keys, pages.counts.astype(np.int32))
             logits.append(found)
         votes = [self._call(self._votes(found.shape[3]), found, total) for found in logits]
-        return Scores(votes, plan.pages, self._geometry.page_size, nbytes)
+        return Scores(votes, plan.pages, nbytes)
 
     def lend(self, name: str, plan: LendPages) -> int:
         """Copies packed rows into pages of the pool."""

@@ -132,26 +132,27 @@ def best_first(pages: tuple[EvictedPages, ...], scores: np.ndarray | None, most:
     return np.where(np.take_along_axis(there, order, 2), order, -1).astype(np.int32)
 
 
-def joined_votes(votes: np.ndarray, first: np.ndarray, last: np.ndarray, page_size: int) -> np.ndarray:
+def joined_votes(votes: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """What pages are worth to each head if all heads say together which parts of the text are needed.
 
     Few heads look for what is far away, and they know: the others would hardly attend to it, but what it means depends
-    on all of them. A head's own votes count a tenth beside the mean of all.
+    on all of them. A page votes for the stretch of text that it lies in, the less for each position the longer that is,
+    and is worth what its best position got. A head's own votes count a tenth beside the mean of all.
 
     Args:
       votes: float [layers, kv_heads, pages], not negative.
-      first, last: int [layers, kv_heads, pages], positions of the first and the last row of each.
-      page_size: rows of a page; votes are for as many positions.
+      positions: int [layers, kv_heads, pages, page_size], ascending in each page.
 
     Returns:
       float32 [layers, kv_heads, pages].
     """
-    votes = np.nan_to_num(votes)
-    parts = [np.clip(ends, 0, None) // page_size for ends in (first, last)]
-    size = 1 + max(int(part.max()) for part in parts)
-    total = sum(np.bincount(part.reshape(-1), votes.reshape(-1), size) for part in parts)
-    mean = total / (2 * votes.shape[0] * votes.shape[1])
-    return (sum(mean[part] for part in parts) / 2 + _OWN_VOTES * votes).astype(np.float32)
+    votes, positions = np.nan_to_num(votes), np.maximum(positions, 0)
+    first, last = positions[..., 0].reshape(-1), positions[..., -1].reshape(-1)
+    weights = votes.reshape(-1) * np.minimum(1.0, positions.shape[3] / np.maximum(last - first + 1, 1))
+    size = int(last.max(initial=0)) + 2
+    steps = np.bincount(first, weights, size) - np.bincount(last + 1, weights, size)
+    mean = np.cumsum(steps) / (votes.shape[0] * votes.shape[1])
+    return (mean[positions].max(3) + _OWN_VOTES * votes).astype(np.float32)
 
 
 @dataclasses.dataclass

@@ -485,14 +485,15 @@ def test_the_best_come_first_and_nothing_that_is_not_there() -> None:
 
 
 def test_heads_say_together_what_is_needed() -> None:
-    first = np.array([[[0, 4, 8], [2, 6, 10]]])
-    last = first + 3
-    votes = np.array([[[0.0, 0.9, 0.0], [0.1, 0.1, 0.1]]])
-    scores = joined_votes(votes, first, last, 4)
-    assert scores[0].argmax(1).tolist() == [1, 1]
-    assert scores[0, 1].argmin() == 2, "it shares no position with what the other head is sure of"
+    positions = np.array([[[0, 4, 8, 20], [2, 7, 12, 30]]])[..., None] + np.arange(4)
+    positions[0, 1, 3] = (13, 22, 60, 92)  # a page without much of a place
+    votes = np.array([[[0.0, 0.9, 0.0, 0.1], [0.1, 0.1, 0.1, 0.9]]])
+    scores = joined_votes(votes, positions)
+    assert scores[0, 0].argmax() == 1
+    assert scores[0, 1, 0] > scores[0, 1, 2], "it has positions of what the other head is sure of"
+    assert scores[0, 1, 3] == pytest.approx(0.09 + (0.9 * 4 / 80 + 0.1) / 2), "its best position is in another's page"
     votes[0, 1, 2] = np.nan
-    assert np.isfinite(joined_votes(votes, first, last, 4)).all()
+    assert np.isfinite(joined_votes(votes, positions)).all()
 
 
 def test_the_mock_notices_a_loan_that_is_in_the_way() -> None:
