@@ -101,7 +101,7 @@ def test_python_examples_use_names_that_exist(page: pathlib.Path) -> None:
 def test_start_and_tests_are_two_commands_each() -> None:
     bash = [block.splitlines() for block in blocks(ROOT / "README.md", "bash")]
     assert ["pip install -e .", "python -m sparsejax.serve"] in bash
-    assert ["pip install -e '.[dev]'", "python -m pytest"] in bash
+    assert ["pip install -e '.[dev]'", "python -m pytest -n 2 --dist worksteal"] in bash
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
