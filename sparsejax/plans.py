@@ -22,6 +22,8 @@ from sparsejax.geometry import Geometry, Granularity
 
 PHASES = ("chunk", "prompt", "token", "pressure")
 """After which rows may be evicted: see `MaintainRow`."""
+PROBE_TOKENS = 64
+"""The most tokens of a `ProbeRow`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,7 @@ class ProbeRow:
 
     Attributes:
       row: with its own pages only.
-      tokens: int32 [n].
+      tokens: int32 [n], at most PROBE_TOKENS.
       position: of the first token, which need not be the row's next.
       pages: to score.
     """

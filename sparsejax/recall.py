@@ -20,13 +20,10 @@ from sparsejax.cache.pages import IntegrityError
 from sparsejax.errors import RequestError
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
-from sparsejax.plans import FrontRow, LendPages, MethodFacts, ProbeRow, Runner, RunnerLimits
+from sparsejax.plans import PROBE_TOKENS, FrontRow, LendPages, MethodFacts, ProbeRow, Runner, RunnerLimits
 from sparsejax.request import RecallReport, Request
 from sparsejax.rows import Group, RowPages, Sequence
 from sparsejax.settings import EngineSettings
-
-PROBE_TOKENS = 64
-"""The most tokens at the end of a prompt whose queries score dropped rows."""
 
 
 def whole_pages(lengths: np.ndarray, kept: np.ndarray, page_size: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from sparsejax import recall_steps, transfers
 from sparsejax.cache.evicted import EvictedPages, PageScores, held, joined_votes
 from sparsejax.geometry import Geometry
 from sparsejax.method import Method
-from sparsejax.plans import FrontRow, LendPages, MaintainRow, ProbeRow
+from sparsejax.plans import PROBE_TOKENS, FrontRow, LendPages, MaintainRow, ProbeRow
 from sparsejax.programs import Program
 from sparsejax.state import POSITIONS
 from sparsejax.steps import MaintainInputs, Statics
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 PACKED_PAGES = (16, 4, 1)
 """Pages of each head that one program packs, largest first: few programs, and nothing is copied that is not there."""
-PROBE_TOKENS = 64
-"""The most tokens whose queries score dropped rows."""
+IN_FLIGHT_BYTES = 1 << 30
+"""Of buffers on the device that wait for their copies: from there on the host waits for them, rather than run out of
+memory. That is a first compaction, or a loan, of some ten thousand rows."""
 
 
 class Scores:
@@ -43,6 +45,23 @@ class Scores:
         positions = [np.asarray(some.payload.pools[POSITIONS])[:, :, : some.width] for some in self._pages]
         there = held(self._pages)[..., None]  # elsewhere are the positions of other rows
         return PageScores(joined_votes(votes, np.where(there, np.concatenate(positions, axis=2), 0)), self._nbytes)
+
+
+class _InFlight:
+    """Buffers that were asked for, oldest first."""
+
+    def __init__(self) -> None:
+        self._queue: collections.deque[tuple[Any, int]] = collections.deque()
+        self._nbytes = 0
+
+    def add(self, arrays: Any, nbytes: int) -> None:
+        """One more, of so many bytes until `arrays` are there. Waits for others if that is too much."""
+        self._queue.append((arrays, nbytes))
+        self._nbytes += nbytes
+        while self._nbytes > IN_FLIGHT_BYTES:
+            oldest, size = self._queue.popleft()
+            jax.block_until_ready(oldest)
+            self._nbytes -= size
 
 
 class RecallPrograms:
@@ -218,13 +237,17 @@ class RecallPrograms:
         program, asked = self._spill(name, plan.phase, kept), plan.asked.astype(np.int32)
         self._runner.state, where = self._call(program, self._runner.state, inputs, asked)
         per_head = np.zeros((geometry.num_layers, geometry.num_kv_heads), np.int32) + dropped // geometry.page_size
-        packed, first = [], 0
+        packed, first, in_flight = [], 0, _InFlight()
         while first < per_head.max():
             size = next(n for n in PACKED_PAGES if n <= per_head.max() - first)
             program = self._pack(name, size, self._width(name, kept))
             block = self._call(program, self._runner.state, where, np.int32(first))
-            nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(block))
-            packed.append(EvictedPages(transfers.to_host(block), np.clip(per_head - first, 0, size), nbytes, block))
+            host, nbytes = transfers.to_host(block), sum(leaf.nbytes for leaf in jax.tree.leaves(block))
+            in_flight.add(host, nbytes)
+            packed.append(EvictedPages(host, np.clip(per_head - first, 0, size), nbytes, block))
+            if sum(pages.nbytes for pages in packed) > IN_FLIGHT_BYTES:
+                for pages in packed:
+                    pages.fresh = None
             first += size
         return tuple(packed)
 
@@ -233,14 +256,16 @@ class RecallPrograms:
         runner = self._runner
         args = runner.weights, runner.state, *self._probe_inputs(name, plan)
         runner.state, queries, total = self._call(self._probe(name), *args)
-        logits, nbytes = [], 0
+        logits, nbytes, in_flight = [], 0, _InFlight()
         for pages in plan.pages:
             names = self._statics[name].storage.key_arrays
             keys = transfers.to_device({array: pages.payload.pools[array] for array in names})
-            nbytes += sum(array.nbytes for array in keys.values())
+            size = sum(array.nbytes for array in keys.values())
             program = self._logits(name, pages.width)
             found, total = self._call(program, queries, total, keys, pages.counts.astype(np.int32))
             logits.append(found)
+            in_flight.add(total, size)
+            nbytes += size
         votes = [self._call(self._votes(found.shape[3]), found, total) for found in logits]
         return Scores(votes, plan.pages, nbytes)
 
@@ -259,7 +284,7 @@ class RecallPrograms:
         entries = in_order(plan.entries)
         index = np.indices(plan.entries.shape)
         layer, head = in_order(index[0]), in_order(index[1])
-        moved, start = 0, 0
+        moved, start, in_flight = 0, 0, _InFlight()
         if all(pages.fresh is not None for pages in plan.source):
             for pages in plan.source:
                 mine = (entries >= start) & (entries < start + pages.width)
@@ -273,6 +298,8 @@ class RecallPrograms:
         for ids in runner._blocks(head_pages):
             block = slice(start, start + len(ids))
             content, nbytes = self._gather(method, plan.source, layer[block], head[block], entries[block], len(ids))
+            content = jax.device_put(content)
+            in_flight.add(content, sum(leaf.nbytes for leaf in jax.tree.leaves(content)))
             runner.state = runner._run("import_rows", None, transfers.import_rows, ids, content)
             moved, start = moved + nbytes, start + len(ids)
         self._build_page_aux(name, plan.pages)

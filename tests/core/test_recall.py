@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from sparsejax import combine, recall_steps, registry
+from sparsejax import combine, recall_programs, recall_steps, registry
 from sparsejax.forward import Statics
 from sparsejax.plans import FrontRow, LendPages, MaintainRow
 from sparsejax.request import ChainOptions, Request, SamplingParams
@@ -158,9 +158,11 @@ def test_with_everything_lent_a_chain_says_what_it_would_had_nothing_been_droppe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_flight_bytes", [1 << 30, 1000])
 @pytest.mark.parametrize("name", [RAGGED[1], "rkv", "snapkv+quest"])
-def test_everything_is_lent_as_it_was(name: str) -> None:
-    """Whether rows go after replays, by what heads contain, or while decoding."""
+def test_everything_is_lent_as_it_was(name: str, in_flight_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether rows go after replays, by what heads contain, or while decoding; and if the host waits for copies."""
+    monkeypatch.setattr(recall_programs, "IN_FLIGHT_BYTES", in_flight_bytes)
     runner = runner_of(name)
     watched, talk = Watched(runner, complete=True), Talk(runner, "all")
     for n in range(3):
