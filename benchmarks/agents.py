@@ -125,7 +125,7 @@ def chains(done: Sequence[Done]) -> dict[str, Any]:
     }
 
 
-def side(done: Sequence[Done], seconds: Sequence[float]) -> dict[str, Any]:
+def side_of(done: Sequence[Done], seconds: Sequence[float]) -> dict[str, Any]:
     """Throughput and failures of one side; `seconds` by part."""
     answers = [one.answer for one in done if one.answer is not None]
     failures = [one.outcome for one in done if isinstance(one.outcome, client.Failure)]
@@ -299,7 +299,7 @@ async def measure(arguments: argparse.Namespace, run: common.Run) -> dict[str, A
         seeds = range(arguments.seed, arguments.seed + arguments.agents + 1)
         *scripts, extra = [script(count, arguments.turns, arguments.result_tokens, seed) for seed in seeds]
         fields = {"model": model.name, "sparse_method": spec}
-        shared = tokens_of(http, server.root, model.name, scripts[0].opening()[:1])
+        shared = result["shared_tokens"] = tokens_of(http, server.root, model.name, scripts[0].opening()[:1])
         fleet = Fleet(arguments, scripts, fields, shared)
         parts: tuple[list[list[Done]], list[list[Done]]] = ([], [])
         seconds: tuple[list[float], list[float]] = ([], [])
@@ -320,16 +320,32 @@ async def measure(arguments: argparse.Namespace, run: common.Run) -> dict[str, A
                 others.append(quiet.others_share(before, quiet.usage([server.pid])))
                 shown = [f"{len(p[-1])} requests in {s[-1]:.1f} s" for p, s in zip(parts, seconds, strict=True)]
                 print(f"to turn {last}: with chains {shown[0]}, without {shown[1]}", flush=True)
-    done = [[one for part in side for one in part] for side in parts]
-    result["chains"] = side(done[0], seconds[0]) | chains(done[0])
-    cached = sum(one.answer.cached_tokens or 0 for one in done[1] if one.answer is not None)
-    result["no_chains"] = side(done[1], seconds[1]) | {"cached_tokens": cached}
-    result["over"] = over(*parts, seconds)
-    result["shared_tokens"], result["others_cpu_share"] = shared, others
-    result["invalid_because"] = reasons(result, arguments.agents, arguments.turns)
+                result |= summed(parts, seconds, others, arguments.agents, last)
+                run.keep(result, model=model.name)
+    result["model"] = model.name
+    return result
+
+
+def summed(
+    parts: Sequence[Sequence[Sequence[Done]]],
+    seconds: Sequence[Sequence[float]],
+    others: Sequence[float | None],
+    agents: int,
+    turns: int,
+) -> dict[str, Any]:
+    """Numbers of both sides, with chains first, after so many turns of all agents; by part."""
+    chained, plain = ([one for part in side for one in part] for side in parts)
+    cached = sum(one.answer.cached_tokens or 0 for one in plain if one.answer is not None)
+    result = {
+        "answered_turns": turns,
+        "chains": side_of(chained, seconds[0]) | chains(chained),
+        "no_chains": side_of(plain, seconds[1]) | {"cached_tokens": cached},
+        "over": over(*parts, seconds),
+        "others_cpu_share": list(others),
+    }
+    result["invalid_because"] = reasons(result, agents, turns)
     result["valid"] = not result["invalid_because"]
     result["goals"] = goals(result)
-    result["model"] = model.name
     return result
 
 

@@ -194,7 +194,7 @@ BROKEN = client.Failure("HTTP 503", "no room", 0.0, 0.5)
 
 
 def test_failures_are_not_throughput():
-    found = agents.side([Done(0, 1, answer(10, 0)), Done(1, 1, BROKEN)], [2.0, 2.0])
+    found = agents.side_of([Done(0, 1, answer(10, 0)), Done(1, 1, BROKEN)], [2.0, 2.0])
     assert (found["requests"], found["failed_requests"], found["failures"]) == (2, 1, {"HTTP 503": 1})
     assert found["requests_per_s"] == 0.25
     assert found["output_tokens_per_s"] == 1.0
@@ -243,6 +243,18 @@ def test_goals_of_agents():
         "found": None,
         "met": False,
     }
+
+
+def test_a_run_that_is_stopped_has_the_numbers_of_its_parts():
+    turns = {1: answer(100, 0), 2: answer(200, 103)}
+    chained = [Done(agent, turn, one) for agent in (0, 1) for turn, one in turns.items()]
+    found = agents.summed([[chained], [chained[:1]]], [[2.0], [1.0]], [0.25], 2, 2)
+    assert found["valid"], found["invalid_because"]
+    assert (found["answered_turns"], found["chains"]["turns"], found["over"]["ratio"]) == (2, 4, 2.0)
+    assert found["others_cpu_share"] == [0.25]
+    assert agents.summed([[chained], [chained[:1]]], [[2.0], [1.0]], [0.25], 2, 3)["invalid_because"] == [
+        "4 of 6 turns were answered"
+    ]
 
 
 class Echo:

@@ -387,12 +387,15 @@ def test_recall_and_agents():
     chained = one | {"longest_context": 1300, "status": {"resumed": 190, "created": 10}, "first_turn_reused_tokens": 7}
     chained |= {"restored_from": {"host": 3}, "prefilled_over_needed": 1.0125}
     over = {"ratio": 4.5, "least_part": 4.0, "largest_part": 5.0}
-    found = record(chains=chained, no_chains=one | {"requests": 20}, over=over, cache_bytes=6e8, **GOALS)
-    options = {"agents": 100, "turns": 20, "concurrency": 16, "share": 0.1, "method": "snapkv", "budget": 128}
+    found = record(
+        chains=chained, no_chains=one | {"requests": 20}, over=over, cache_bytes=6e8, answered_turns=20, **GOALS
+    )
+    options = {"agents": 100, "concurrency": 16, "share": 0.1, "method": "snapkv", "budget": 128}
     found["manifest"] = MANIFEST | {"arguments": options}
     text = report.SECTIONS["agents"][1](found)
     assert "| with chains | 200 | 0 | 4 | 45 | 1,234 |" in text
     assert "| without | 20 | 0 | 4 | 450 | 1,234 |" in text
+    assert "100 agents of 20 turns, up to 1,300 tokens each, 16 at once" in text
     assert "in 600 MB of cache (10% of what they take uncompressed)" in text
     assert "4.5 (parts: 4 to 5)" in text
     assert "190 resumed, 10 created; rows came from: 3 host." in text
