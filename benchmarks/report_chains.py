@@ -71,10 +71,8 @@ def chain_recall(record: Record) -> str:
         rows.append([name, *cells])
     header = ["method, rows, recall", "log-probability", "probability / dense", "median rank", "ranked first"]
     header += ["within 5% of dense", f"fact's rows left after turn {options['look_after']}", "rows lent, of dropped"]
-    said = (
-        f"{result['cases']} conversations of {options['turns']} turns in which dense attention ranks the answer first "
-    )
-    said += f"({result['tried']} tried); means, intervals of 95%."
+    said = f"{result['cases']} conversations of {options['turns']} turns in which dense attention ranks the answer "
+    said += f"first ({result['tried']} tried); means, intervals of 95%."
     return "\n\n".join([said, table(header, rows), _verdict(result)])
 
 
@@ -88,11 +86,10 @@ def agents(record: Record) -> str:
         cells += [f"{one['prefilled_tokens'] / one['requests']:,.0f}", f"{one['ms']['e2el']['p50']:,.0f}"]
         rows.append([name, *cells])
     header = ["side", "requests", "failed", "requests/s", "prompt tokens computed, per request", "median answer, ms"]
-    said = f"{options['agents']} agents of {result['answered_turns']} turns, up to {chained['longest_context']:,} tokens each, "
-    said += f"{options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
-    said += (
-        f"({options['share']:.0%} of what they take uncompressed); {options['method']} keeps {options['budget']} rows."
-    )
+    said = f"{options['agents']} agents of {result['answered_turns']} turns, up to {chained['longest_context']:,} tokens "
+    said += f"each, {options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
+    said += f"({options['share']:.0%} of what they take uncompressed); {options['method']} keeps "
+    said += f"{options['budget']} rows."
     parts = [said, table(header, rows)]
     if over is not None:
         parts.append(
