@@ -86,8 +86,8 @@ def agents(record: Record) -> str:
         cells += [f"{one['prefilled_tokens'] / one['requests']:,.0f}", f"{one['ms']['e2el']['p50']:,.0f}"]
         rows.append([name, *cells])
     header = ["side", "requests", "failed", "requests/s", "prompt tokens computed, per request", "median answer, ms"]
-    said = f"{options['agents']} agents of {result['answered_turns']} turns, up to {chained['longest_context']:,} tokens "
-    said += f"each, {options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
+    said = f"{options['agents']} agents of {result['answered_turns']} turns, up to {chained['longest_context']:,} "
+    said += f"tokens each, {options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
     said += f"({options['share']:.0%} of what they take uncompressed); {options['method']} keeps "
     said += f"{options['budget']} rows."
     parts = [said, table(header, rows)]
