@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
 import queue
-import random
 import statistics
 import sys
 import tempfile
@@ -32,6 +30,7 @@ from typing import Any
 
 from benchmarks import common, quiet
 from benchmarks.quality import scores, tasks
+from benchmarks.recall_cases import Case, make_case
 from benchmarks.served import QUICK_MODEL
 
 CLOSE = 0.95
@@ -48,28 +47,6 @@ QUICK: dict[str, Any] = {
     "budget": 64,
     "recall_budget": 64,
 }
-_SYSTEM = "You are a careful reader. You remember what the user tells you and answer in few words."
-_PART = "This is part {number} of the book.\n\n{text}"
-_NOTED = "Noted."
-_ASK = "What is the password of the {key}?"
-_LEAD = 'The password of the {key} is "{key}'
-_DISTRACTORS = (4, 7)
-"""Turns that state another password."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One conversation.
-
-    Attributes:
-      contexts: ids that each turn sends; each begins with the one before.
-      answer: the id that the last turn asks for.
-      fact: ids of the sentence that states it lie at these positions.
-    """
-
-    contexts: tuple[tuple[int, ...], ...]
-    answer: int
-    fact: range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,57 +67,6 @@ class Found:
     rank: int
     held: float | None = None
     recall: Mapping[str, Any] | None = None
-
-
-# Cases
-
-
-def make_case(tokenizer: Any, vocabulary: tasks.Vocabulary, turns: int, turn_tokens: int, seed: int) -> Case:
-    """A conversation of `turns` turns, each but the last with about `turn_tokens` tokens of prose.
-
-    Raises:
-      ValueError: the tokenizer joins tokens over the border of two turns.
-    """
-    rng = random.Random(seed)
-    keys = rng.sample(tasks.PLACES, 1 + len(_DISTRACTORS))
-    values = rng.sample(range(len(vocabulary.words)), len(keys))
-    told = dict(zip((2, *_DISTRACTORS), zip(keys, values, strict=True), strict=True))
-    words = common.prose_of(rng.choice(common.TEXTS)).split()
-    place = rng.randrange(len(words))
-    messages: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM}]
-    contexts: list[tuple[int, ...]] = []
-    fact = ""
-    for turn in range(1, turns):
-        size = max(4, round(turn_tokens * 3 / 4))
-        excerpt = [words[(place + i) % len(words)] for i in range(size)]
-        place += size
-        text = " ".join(excerpt)
-        if turn in told:
-            key, value = told[turn]
-            sentence = f'{_LEAD.format(key=key)} {vocabulary.words[value]}".'
-            fact = sentence if turn == 2 else fact
-            text = " ".join(excerpt[: size // 2]) + f"\n\n{sentence}\n\n" + " ".join(excerpt[size // 2 :])
-        messages.append({"role": "user", "content": _PART.format(number=turn, text=text)})
-        contexts.append(tuple(tokenizer.render_chat(messages, add_generation_prompt=True)))
-        messages.append({"role": "assistant", "content": _NOTED})
-    key, value = told[2]
-    messages.append({"role": "user", "content": _ASK.format(key=key)})
-    lead = tokenizer.encode(_LEAD.format(key=key), add_special_tokens=False)
-    last = [*tokenizer.render_chat(messages, add_generation_prompt=True), *lead, *vocabulary.glue]
-    contexts.append(tuple(last))
-    for before, after in itertools.pairwise(contexts):
-        if after[: len(before)] != before:
-            raise ValueError("a turn's tokens do not begin with those of the turn before")
-    stated = tokenizer.encode(fact, add_special_tokens=False)
-    return Case(tuple(contexts), vocabulary.first[value], span(contexts[1], stated))
-
-
-def span(ids: Sequence[int], part: Sequence[int]) -> range:
-    """Where a part lies in ids. Raises ValueError if it is nowhere."""
-    for start in range(len(ids) - len(part) + 1):
-        if list(ids[start : start + len(part)]) == list(part):
-            return range(start, start + len(part))
-    raise ValueError("the fact's tokens are not those of the context")
 
 
 # Numbers
@@ -294,6 +220,7 @@ def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str]
     )
     built = build_engine(config, None)
     found: dict[str, list[Found]] = {side.name: [] for side in sides}
+    result: dict[str, Any] = {}
     usage, tried = quiet.usage(), 0
     try:
         bench = Bench(built)
@@ -313,14 +240,22 @@ def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str]
                 found[side.name].append(bench.case(side, case, arguments.look_after))
             shown = [f"{name} {own[-1].logprob:.2f} ({own[-1].rank})" for name, own in found.items()]
             show(f"case {len(found[DENSE])}, {len(case.contexts[-1])} tokens: {', '.join(shown)}")
-            run.keep({"sides": {name: compare(own, found[DENSE]) for name, own in found.items()}})
+            result = summed(sides, found, tried, 0 if arguments.quick else arguments.cases)
+            run.keep(result, model=built.model_name)
     finally:
         built.engine.close()
-    result: dict[str, Any] = {"cases": len(found[DENSE]), "tried": tried, "sides": {}}
+    if not result:
+        raise SystemExit(f"dense attention solves none of {tried} cases")
     result["others_cpu_share"] = quiet.others_share(usage, quiet.usage())
+    return result | {"model": built.model_name}
+
+
+def summed(sides: Sequence[Side], found: Mapping[str, Sequence[Found]], tried: int, wanted: int) -> dict[str, Any]:
+    """Numbers of all sides so far; `wanted` cases are needed."""
+    result: dict[str, Any] = {"cases": len(found[DENSE]), "tried": tried, "sides": {}}
     for side in sides:
         own = found[side.name]
-        facts = {"spec": side.spec, "recall": side.recall, **compare(own, found[DENSE])} if own else {}
+        facts = {"spec": side.spec, "recall": side.recall, **compare(own, found[DENSE])}
         held = [one.held for one in own if one.held is not None]
         lent = [one.recall for one in own if one.recall is not None]
         if held:
@@ -331,10 +266,9 @@ def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str]
         facts["logprobs"] = [one.logprob for one in own]
         facts["ranks"] = [one.rank for one in own]
         result["sides"][side.name] = facts
-    result["invalid_because"] = reasons(result, 0 if arguments.quick else arguments.cases)
+    result["invalid_because"] = reasons(result, wanted)
     result["valid"] = not result["invalid_because"]
     result["goals"] = goals(result["sides"])
-    result["model"] = built.model_name
     return result
 
 

@@ -9,8 +9,12 @@ from benchmarks.report_sections import Record, table
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
-    """Whether the run counts, and every goal with what was found."""
+    """Whether the run counts, how quiet it was, and every goal with what was found."""
     parts = [] if result["valid"] else [f"**Invalid**: {'; '.join(result['invalid_because'])}."]
+    shares = result.get("others_cpu_share")
+    known = [share for share in (shares if isinstance(shares, list) else [shares]) if share is not None]
+    if known:
+        parts.append(f"Other processes took {', '.join(f'{share:.0%}' for share in known)} of the CPUs meanwhile.")
     rows = [[goal["goal"], _found(goal["found"]), "met" if goal["met"] else "missed"] for goal in result["goals"]]
     return "\n\n".join([*parts, table(["goal", "found", ""], rows)])
 

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from benchmarks import agents, chain_recall, chain_turns, conversation, turn_rows
+from benchmarks import agents, chain_recall, chain_turns, conversation, recall_cases, turn_rows
 from benchmarks.agents import Done
 from benchmarks.chain_recall import Found
 from benchmarks.load import client
@@ -327,7 +327,7 @@ def test_a_case_states_its_fact_in_the_second_turn_alone(tokenizer):
     from benchmarks.quality.tasks import Vocabulary
 
     vocabulary = Vocabulary.of(lambda text: tokenizer.encode(text, add_special_tokens=False), common.prose())
-    case = chain_recall.make_case(tokenizer, vocabulary, 8, 40, 5)
+    case = recall_cases.make_case(tokenizer, vocabulary, 8, 40, 5)
     assert len(case.contexts) == 8
     for before, after in zip(case.contexts, case.contexts[1:], strict=False):
         assert after[: len(before)] == before
@@ -342,14 +342,14 @@ def test_a_case_states_its_fact_in_the_second_turn_alone(tokenizer):
     assert stated.startswith(f'The password of the {asked} is "{asked} ')
     value = stated.removeprefix(f'The password of the {asked} is "{asked}')
     assert value.startswith(tokenizer.decode([*vocabulary.glue, case.answer]))
-    assert case == chain_recall.make_case(tokenizer, vocabulary, 8, 40, 5)
-    assert case.contexts != chain_recall.make_case(tokenizer, vocabulary, 8, 40, 6).contexts
+    assert case == recall_cases.make_case(tokenizer, vocabulary, 8, 40, 5)
+    assert case.contexts != recall_cases.make_case(tokenizer, vocabulary, 8, 40, 6).contexts
 
 
 def test_where_a_part_lies():
-    assert chain_recall.span([5, 1, 2, 1, 2, 3], [1, 2, 3]) == range(3, 6)
+    assert recall_cases.span([5, 1, 2, 1, 2, 3], [1, 2, 3]) == range(3, 6)
     with pytest.raises(ValueError, match="not those"):
-        chain_recall.span([1, 2], [3])
+        recall_cases.span([1, 2], [3])
 
 
 def test_within_5_percent_of_dense():
@@ -365,6 +365,25 @@ def test_a_side_is_compared_case_by_case():
     assert found["probability_over_dense"] == pytest.approx(math.exp(-1.0))
     assert found["worst_logprob_over_dense"] == pytest.approx(-2.0)
     assert (found["ranked_first"][0], found["within_5_percent"][0], found["median_rank"]) == (0.5, 0.5, 11)
+
+
+def test_sides_have_what_every_case_gave():
+    sides = [chain_recall.Side("dense", "dense"), chain_recall.Side("a, off", "a")]
+    sides.append(chain_recall.Side("a, recall 64", "a", "host", 64))
+    lent = {"evicted_rows": 90, "lent_rows": 60, "bytes_moved": 10, "seconds": 0.5, "stored_bytes": 20}
+    found = {
+        "dense": [Found(-0.5, 1), Found(-0.1, 1)],
+        "a, off": [Found(-9.0, 21, held=0.25), Found(-8.0, 15, held=0.0)],
+        "a, recall 64": [Found(-0.5, 1, recall=lent), Found(-0.1, 1, recall=lent | {"lent_rows": 40})],
+    }
+    result = chain_recall.summed(sides, found, 3, 2)
+    assert result["valid"], result["invalid_because"]
+    assert (result["cases"], result["tried"]) == (2, 3)
+    assert result["sides"]["a, off"]["fact_rows_held"] == 0.125
+    assert result["sides"]["a, off"]["ranks"] == [21, 15]
+    assert result["sides"]["a, recall 64"]["recall_means"]["lent_rows"] == 50
+    assert [goal["met"] for goal in result["goals"]] == [True, True]
+    assert chain_recall.summed(sides, found, 3, 4)["invalid_because"] == ["2 cases that dense solves, fewer than 4"]
 
 
 def test_goals_of_recall():

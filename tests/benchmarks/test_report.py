@@ -357,12 +357,13 @@ def test_turns_of_long_conversations():
     restart = {"killed_in_turn": 11, "cut_requests": 4, "start_s": 21.25, "disk_bytes": 5e8}
     one = {"cached_tokens": 900, "unkilled_cached_tokens": 1000, "status": "resumed", "same_text": [True, False]}
     restart["sides"] = {"snapkv 512": one}
-    found = record(sides=sides, restart=restart, **GOALS)
+    found = record(sides=sides, restart=restart, others_cpu_share=[0.25, None, 0.5], **GOALS)
     found["manifest"] = MANIFEST | {"arguments": {"turns": 30, "context": 500, "rounds": 2}}
     text = report.SECTIONS["chain_turns"][1](found)
     assert "| snapkv 512 | 6,512 | 212 | 1,200 | 1,000 | 1.25 (0.75 to 1.75) |" in text
     assert "| snapkv 512 | 900 of 1,000 | resumed | 1 of 2 |" in text
     assert "while it answered turn 11 (4 answers were cut off), ready again after 21.2 s with 500 MB" in text
+    assert "Other processes took 25%, 50% of the CPUs meanwhile." in text
     assert "| fast | 1.23 | met |" in text
     assert "| x | - | missed |" in text
     assert "Invalid" not in text
