@@ -109,8 +109,24 @@ def agents(record: Record) -> str:
     return "\n\n".join([*parts, _verdict(result)])
 
 
+def chain_resume(record: Record) -> str:
+    """Going on with a long conversation whose rows were kept, by where they were."""
+    result, rows = record["result"], []
+    for tier, one in result["tiers"].items():
+        cells = [f"{1e3 * one[key]['median']:.3g}" for key in ("resume_s", "first_token_s")]
+        cells.append(f"{1e3 * one['goal_s']:g}, {'met' if one['met'] else 'missed'}")
+        cells += [f"{one[key]:,.0f}" for key in ("prefill_over_resume", "prefill_over_first_token")]
+        rows.append([tier, *cells, f"{one['over_floor']:.2f}" if "over_floor" in one else "-"])
+    header = ["rows on the", "resumed after, ms", "first token after, ms", "goal of resuming, ms"]
+    header += ["prefill / resuming", "prefill / first token", "resuming over its copy's floor"]
+    said = f"{result['context']:,} tokens of which {result['resident_tokens']:,} rows were kept "
+    said += f"({result['bytes'] / 1e9:.2f} GB); a prefill takes {result['prefill_s']:.1f} s."
+    return said + "\n\n" + table(header, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "chain_turns": ("Turns of long conversations", chain_turns),
     "chain_recall": ("Recall of what was dropped", chain_recall),
     "agents": ("Many agents", agents),
+    "chain_resume": ("Resuming long conversations", chain_resume),
 }

@@ -373,6 +373,17 @@ def test_turns_of_long_conversations():
     assert picture("chain_turns", found).count("<polyline") == 2
 
 
+def test_resuming():
+    one = {"resume_s": {"median": 0.0025}, "first_token_s": {"median": 0.03}, "goal_s": 0.005, "met": True}
+    one |= {"prefill_over_resume": 4000.0, "prefill_over_first_token": 333.0}
+    tiers = {"device": one, "host": one | {"over_floor": 1.25, "met": False}}
+    found = record(tiers=tiers, context=131072, resident_tokens=8194, bytes=1.5e9, prefill_s=10.0)
+    text = report.SECTIONS["chain_resume"][1](found)
+    assert "131,072 tokens of which 8,194 rows were kept (1.50 GB); a prefill takes 10.0 s." in text
+    assert "| device | 2.5 | 30 | 5, met | 4,000 | 333 | - |" in text
+    assert "| host | 2.5 | 30 | 5, missed | 4,000 | 333 | 1.25 |" in text
+
+
 def test_recall_and_agents():
     side = {"logprob": -0.5, "probability_over_dense": 0.97, "median_rank": 1, "recall": "host"}
     side |= {"ranked_first": [0.96, 0.9, 0.99], "within_5_percent": [0.5, 0.4, 0.6], "fact_rows_held": 0.125}
