@@ -32,19 +32,20 @@ memory. That is a first compaction, or a loan, of some ten thousand rows."""
 class Scores:
     """Scores under way (see `cache.evicted.ScoreTicket`)."""
 
-    def __init__(self, votes: list[jax.Array], pages: tuple[EvictedPages, ...], nbytes: int) -> None:
+    def __init__(self, votes: list[tuple[jax.Array, jax.Array]], pages: tuple[EvictedPages, ...], nbytes: int) -> None:
         self._votes, self._pages, self._nbytes = votes, pages, nbytes
-        for block in votes:
-            block.copy_to_host_async()
+        for array in jax.tree.leaves(votes):
+            array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return all(block.is_ready() for block in self._votes)  # pyright: ignore[reportAttributeAccessIssue]
+        return all(array.is_ready() for array in jax.tree.leaves(self._votes))
 
     def result(self) -> PageScores:
-        votes = np.concatenate([np.asarray(block) for block in self._votes], axis=2)
+        votes, rows = (np.concatenate([np.asarray(block[i]) for block in self._votes], axis=2) for i in range(2))
         positions = [np.asarray(some.payload.pools[POSITIONS])[:, :, : some.width] for some in self._pages]
         there = held(self._pages)[..., None]  # elsewhere are the positions of other rows
-        return PageScores(joined_votes(votes, np.where(there, np.concatenate(positions, axis=2), 0)), self._nbytes)
+        found = np.where(there, np.concatenate(positions, axis=2), 0)
+        return PageScores(joined_votes(votes, rows, found), self._nbytes)
 
 
 class _InFlight:
@@ -190,7 +191,10 @@ class RecallPrograms:
     def _votes(self, pages: int) -> Program:
         def args() -> tuple:
             _, total = self._asked()
-            return jax.ShapeDtypeStruct((*total.shape, pages), np.dtype(np.float32)), total
+            logits, rows = (
+                jax.ShapeDtypeStruct((*total.shape, pages), np.dtype(kind)) for kind in (np.float32, np.int16)
+            )
+            return logits, rows, total
 
         key, static = ("page_votes", pages), {"heads": self._geometry.num_kv_heads}
         return Program("page_votes", key, f"page_votes[pages={pages}]", recall_steps.page_votes, args, static)
@@ -262,11 +266,11 @@ class RecallPrograms:
             keys = transfers.to_device({array: pages.payload.pools[array] for array in names})
             size = sum(array.nbytes for array in keys.values())
             program = self._logits(name, pages.width)
-            found, total = self._call(program, queries, total, keys, pages.counts.astype(np.int32))
+            *found, total = self._call(program, queries, total, keys, pages.counts.astype(np.int32))
             logits.append(found)
             in_flight.add(total, size)
             nbytes += size
-        votes = [self._call(self._votes(found.shape[3]), found, total) for found in logits]
+        votes = [self._call(self._votes(found[0].shape[3]), *found, total) for found in logits]
         return Scores(votes, plan.pages, nbytes)
 
     def lend(self, name: str, plan: LendPages) -> int:

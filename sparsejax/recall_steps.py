@@ -3,8 +3,8 @@
     state, dropped = spill_step(statics, state, inputs, asked, phase=..., kept=..., width=...)
     packed = pack_rows(statics, state, dropped, first, pages=...)
     state, queries, total = probe_rows(statics, weights, state, tokens, numbers, updates)
-    logits, total = page_logits(statics, queries, total, keys, counts)
-    votes = page_votes(logits, total)
+    logits, rows, total = page_logits(statics, queries, total, keys, counts)
+    votes, rows = page_votes(logits, rows, total, heads=...)
     state = adopt_pages(state, packed, head_pages)
     state = build_page_aux(statics, state, table, lengths)
     state = set_table(state, row, table, lengths, shift, granularity=..., counters=...)
@@ -215,7 +215,7 @@ def page_logits(
     total: jax.Array,
     keys: dict[str, jax.Array],
     counts: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What queries think of some pages, as the log-sum-exp of the logits with their rows.
 
     Args:
@@ -225,13 +225,14 @@ def page_logits(
       counts: int32 [num_layers, kv_heads], pages that are there.
 
     Returns:
-      float32 [num_layers, VOTERS, q_heads, pages], and `total` with these pages.
+      float32 [num_layers, VOTERS, q_heads, pages]; int16 of this shape, the row of each page that matches best; and
+      `total` with these pages.
     """
     geometry, storage = statics.geometry, statics.storage
     heads, (pages, page) = geometry.num_kv_heads, next(iter(keys.values())).shape[2:4]
     others = {name: spec for name, spec in storage.payload(storage.params, geometry).items() if name not in keys}
 
-    def of(layer: jax.Array) -> jax.Array:
+    def of(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = {name: array[layer].reshape(1, heads, pages * page, *array.shape[4:]) for name, array in keys.items()}
         rows |= {
             name: jnp.zeros((1, heads, pages * page, *spec.shape[1:]), spec.dtype) for name, spec in others.items()
@@ -241,28 +242,37 @@ def page_logits(
         logits = jnp.einsum(
             "wgmd,gnd->wgmn", asked, decoded[0].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
         )
-        found = jax.nn.logsumexp(geometry.scale * logits.reshape(*logits.shape[:3], pages, page), axis=-1)
+        logits = geometry.scale * logits.reshape(*logits.shape[:3], pages, page)
         there = jnp.arange(pages, dtype=jnp.int32)[None] < counts[layer][:, None]
-        return jnp.where(there[None, :, None], found, -jnp.inf).reshape(VOTERS, -1, pages)
+        found = jnp.where(there[None, :, None], jax.nn.logsumexp(logits, axis=-1), -jnp.inf)
+        return found.reshape(VOTERS, -1, pages), logits.argmax(-1).astype(jnp.int16).reshape(VOTERS, -1, pages)
 
-    found = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
-    return found, jnp.where(total > -jnp.inf, jnp.logaddexp(total, jax.nn.logsumexp(found, axis=-1)), total)
+    found, rows = jax.lax.map(of, jnp.arange(geometry.num_layers, dtype=jnp.int32))
+    return found, rows, jnp.where(total > -jnp.inf, jnp.logaddexp(total, jax.nn.logsumexp(found, axis=-1)), total)
 
 
 @functools.partial(jax.jit, static_argnames=("heads",))
-def page_votes(logits: jax.Array, total: jax.Array, *, heads: int) -> jax.Array:
+def page_votes(logits: jax.Array, rows: jax.Array, total: jax.Array, *, heads: int) -> tuple[jax.Array, jax.Array]:
     """The attention that each page would get, squared and summed over queries: those that look at many count little.
 
     Args:
-      logits: from `page_logits`.
+      logits, rows: from `page_logits`.
       total: from the last `page_logits` of all pages; -inf where there is no query.
       heads: KV heads.
 
     Returns:
-      float32 [num_layers, kv_heads, pages].
+      float32 [num_layers, kv_heads, pages], and int32 of this shape: the row that the surest query looks at.
     """
     share = jnp.where(total[..., None] > -jnp.inf, jnp.exp(2.0 * (logits - total[..., None])), 0.0)
-    return share.reshape(*share.shape[:2], heads, -1, share.shape[3]).sum((1, 3))
+
+    def by_page(array: jax.Array) -> jax.Array:
+        """[num_layers, kv_heads, pages, queries of the head]."""
+        split = array.reshape(*array.shape[:2], heads, -1, array.shape[3])
+        return jnp.moveaxis(split, (2, 4), (1, 2)).reshape(array.shape[0], heads, array.shape[3], -1)
+
+    share, rows = by_page(share), by_page(rows)
+    surest = share.argmax(-1, keepdims=True)
+    return share.sum(-1), jnp.take_along_axis(rows, surest, axis=3)[..., 0].astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))

@@ -132,25 +132,26 @@ def best_first(pages: tuple[EvictedPages, ...], scores: np.ndarray | None, most:
     return np.where(np.take_along_axis(there, order, 2), order, -1).astype(np.int32)
 
 
-def joined_votes(votes: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def joined_votes(votes: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """What pages are worth to each head if all heads say together which parts of the text are needed.
 
     Few heads look for what is far away, and they know: the others would hardly attend to it, but what it means depends
-    on all of them. A page votes for the stretch of text that it lies in, the less for each position the longer that is,
-    and is worth what its best position got. A head's own votes count a tenth beside the mean of all.
+    on all of them. The votes of a page are for the row that they are about and what stands around it, as many positions
+    as a page has rows; a page is worth what its best position got. A head's own votes count a tenth beside the mean.
 
     Args:
       votes: float [layers, kv_heads, pages], not negative.
-      positions: int [layers, kv_heads, pages, page_size], ascending in each page.
+      rows: int [layers, kv_heads, pages], the row of each page that its votes are about.
+      positions: int [layers, kv_heads, pages, page_size].
 
     Returns:
       float32 [layers, kv_heads, pages].
     """
     votes, positions = np.nan_to_num(votes), np.maximum(positions, 0)
-    first, last = positions[..., 0].reshape(-1), positions[..., -1].reshape(-1)
-    weights = votes.reshape(-1) * np.minimum(1.0, positions.shape[3] / np.maximum(last - first + 1, 1))
-    size = int(last.max(initial=0)) + 2
-    steps = np.bincount(first, weights, size) - np.bincount(last + 1, weights, size)
+    place = np.take_along_axis(positions, rows[..., None], 3).reshape(-1)
+    first, last = np.maximum(place - positions.shape[3] // 2, 0), place + (positions.shape[3] - 1) // 2
+    size = max(int(last.max(initial=0)) + 2, int(positions.max(initial=0)) + 1)
+    steps = np.bincount(first, votes.reshape(-1), size) - np.bincount(last + 1, votes.reshape(-1), size)
     mean = np.cumsum(steps) / (votes.shape[0] * votes.shape[1])
     return (mean[positions].max(3) + _OWN_VOTES * votes).astype(np.float32)
 

@@ -489,14 +489,14 @@ def test_the_best_come_first_and_nothing_that_is_not_there() -> None:
 
 def test_heads_say_together_what_is_needed() -> None:
     positions = np.array([[[0, 4, 8, 20], [2, 7, 12, 30]]])[..., None] + np.arange(4)
-    positions[0, 1, 3] = (13, 22, 60, 92)  # a page without much of a place
-    votes = np.array([[[0.0, 0.9, 0.0, 0.1], [0.1, 0.1, 0.1, 0.9]]])
-    scores = joined_votes(votes, positions)
-    assert scores[0, 0].argmax() == 1
-    assert scores[0, 1, 0] > scores[0, 1, 2], "it has positions of what the other head is sure of"
-    assert scores[0, 1, 3] == pytest.approx(0.09 + (0.9 * 4 / 80 + 0.1) / 2), "its best position is in another's page"
+    positions[0, 1, 3] = (0, 5, 60, 92)
+    votes, rows = np.zeros((1, 2, 4)), np.zeros((1, 2, 4), int)
+    votes[0, 0, 1], rows[0, 0, 1] = 0.8, 2  # about position 6: the votes are for 4 to 7
+    scores = joined_votes(votes, rows, positions)
+    assert scores[0, 0].tolist() == pytest.approx([0.0, 0.4 + 0.08, 0.0, 0.0])
+    assert scores[0, 1].tolist() == pytest.approx([0.4, 0.4, 0.0, 0.4]), "pages that share one of these positions"
     votes[0, 1, 2] = np.nan
-    assert np.isfinite(joined_votes(votes, positions)).all()
+    assert np.isfinite(joined_votes(votes, rows, positions)).all()
 
 
 def test_the_mock_notices_a_loan_that_is_in_the_way() -> None:

@@ -371,8 +371,8 @@ def test_votes_are_squared_shares_of_attention() -> None:
     for block, count in zip(keys, counts, strict=True):
         stored = storage.encode(storage.params, geometry, 0, block, block)
         packed = {array: stored[array] for array in storage.key_arrays}
-        logits, sums = run(recall_steps.page_logits, statics, queries, sums, packed, count)
-        found.append(logits)
+        logits, rows, sums = run(recall_steps.page_logits, statics, queries, sums, packed, count)
+        found.append((logits, rows))
         flat = {n: a.reshape(layers, heads, pages * PAGE, *a.shape[4:]) for n, a in stored.items()}
         decoded.append(np.asarray(storage.load_tile(storage.params, geometry, flat, 0)[0]))
     logits = np.concatenate(
@@ -383,8 +383,14 @@ def test_votes_are_squared_shares_of_attention() -> None:
     mass = np.exp(logits)
     rest = np.exp(total[:, -voters:]).reshape(*mass.shape[:4])
     share = (mass / (mass.sum(-1) + rest)[..., None]).reshape(*mass.shape[:4], -1, PAGE).sum(-1)
-    votes = [np.asarray(run(recall_steps.page_votes, logits, sums, heads=heads)) for logits in found]
-    np.testing.assert_allclose(np.concatenate(votes, 2), (share**2).sum((1, 3)), rtol=1e-4)
+    votes = [run(recall_steps.page_votes, *block, sums, heads=heads) for block in found]
+    expected = (share**2).sum((1, 3))
+    np.testing.assert_allclose(np.concatenate([votes for votes, _ in votes], 2), expected, rtol=1e-4)
+    best = mass.reshape(*share.shape, PAGE).argmax(-1)
+    surest = np.moveaxis(share, 2, 1).reshape(layers, heads, -1, share.shape[-1]).argmax(2, keepdims=True)
+    rows = np.take_along_axis(np.moveaxis(best, 2, 1).reshape(layers, heads, -1, share.shape[-1]), surest, 2)[:, :, 0]
+    there &= expected > 0
+    assert (np.concatenate([rows for _, rows in votes], 2) == rows)[there].all()
 
 
 @pytest.mark.slow
