@@ -432,7 +432,8 @@ def test_turns_of_a_killed_server_go_on(tmp_path):
             assert last["prefilled_tokens"] == last["prompt_tokens"]
     assert found["restart"]["disk_bytes"] > 0
     for one in found["restart"]["sides"].values():
-        assert one["cached_tokens"] == one["unkilled_cached_tokens"] > 0
+        # What was not written yet when it was killed is computed again.
+        assert 0 < one["cached_tokens"] <= one["unkilled_cached_tokens"]
         assert one["same_text"] == [True, True]
     assert (tmp_path / "turns.svg").read_text("utf-8").startswith("<svg")
 
