@@ -136,20 +136,23 @@ def joined_votes(votes: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> 
     """What pages are worth to each head if all heads say together which parts of the text are needed.
 
     Few heads look for what is far away, and they know: the others would hardly attend to it, but what it means depends
-    on all of them. The votes of a page are for the row that they are about and what stands around it, as many positions
-    as a page has rows; a page is worth what its best position got. A head's own votes count a tenth beside the mean.
+    on all of them. The votes of a page are for the row that they are about and what stands around it within the page's
+    stretch of text, up to half a page away; a page is worth what its best position got. A head's own votes count a
+    tenth beside the mean of all.
 
     Args:
       votes: float [layers, kv_heads, pages], not negative.
       rows: int [layers, kv_heads, pages], the row of each page that its votes are about.
-      positions: int [layers, kv_heads, pages, page_size].
+      positions: int [layers, kv_heads, pages, page_size], ascending in each page.
 
     Returns:
       float32 [layers, kv_heads, pages].
     """
     votes, positions = np.nan_to_num(votes), np.maximum(positions, 0)
     place = np.take_along_axis(positions, rows[..., None], 3).reshape(-1)
-    first, last = np.maximum(place - positions.shape[3] // 2, 0), place + (positions.shape[3] - 1) // 2
+    half = positions.shape[3] // 2
+    first = np.maximum(positions[..., 0].reshape(-1), place - half)
+    last = np.minimum(positions[..., -1].reshape(-1), place + half)
     size = max(int(last.max(initial=0)) + 2, int(positions.max(initial=0)) + 1)
     steps = np.bincount(first, votes.reshape(-1), size) - np.bincount(last + 1, votes.reshape(-1), size)
     mean = np.cumsum(steps) / (votes.shape[0] * votes.shape[1])
