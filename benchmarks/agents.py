@@ -38,7 +38,7 @@ from benchmarks.served import PATH, Conversation, Server, model_of, quick_server
 
 LEAST_RATIO = 3.0
 """Goal: requests per second over those of the same server without chains."""
-_TEMPLATE_TOKENS = 8
+_TEMPLATE_TOKENS = 6
 """A guess of what a chat template puts around a message; only sizes the cache."""
 QUICK: dict[str, Any] = {
     "agents": 6,

@@ -92,8 +92,8 @@ def agents(record: Record) -> str:
     header = ["side", "requests", "failed", "requests/s", "prompt tokens computed, per request", "median answer, ms"]
     said = f"{options['agents']} agents of {result['answered_turns']} turns, up to {chained['longest_context']:,} "
     said += f"tokens each, {options['concurrency']} at once, in {result['cache_bytes'] / 1e6:,.0f} MB of cache "
-    said += f"({options['share']:.0%} of what they take uncompressed); {options['method']} keeps "
-    said += f"{options['budget']} rows."
+    said += f"({options['share']:.0%} of {result['dense_tokens_per_agent']:,} uncompressed tokens for each); "
+    said += f"{options['method']} keeps {options['budget']} rows."
     parts = [said, table(header, rows)]
     if over is not None:
         parts.append(

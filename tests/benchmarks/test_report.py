@@ -408,7 +408,7 @@ def test_recall_and_agents():
     assert "| with chains | 200 | 0 | 4 | 45 | 1,234 |" in text
     assert "| without | 20 | 0 | 4 | 450 | 1,234 |" in text
     assert "100 agents of 20 turns, up to 1,300 tokens each, 16 at once" in text
-    assert "in 600 MB of cache (10% of what they take uncompressed)" in text
+    assert "in 600 MB of cache (10% of 1,400 uncompressed tokens for each)" in text
     assert "4.5 (parts: 4 to 5)" in text
     assert "190 resumed, 10 created; rows came from: 3 host." in text
 
