@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -163,7 +164,7 @@ def observe_context(
     )
 
 
-def changed(before: dict[str, jax.Array], after: dict[str, jax.Array]) -> list[jax.Array]:
+def changed(before: Mapping[str, jax.Array], after: Mapping[str, jax.Array]) -> list[jax.Array]:
     """Arrays that are not those of before."""
     return [array for name, array in after.items() if array is not before[name]]
 

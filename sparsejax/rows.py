@@ -370,7 +370,7 @@ class Sequence:
         self.diverged_at: int | None = None
         self.restored_from: str | None = None
         self.retained_tokens = 0
-        self.chain_told = "", 0  # status and base that the client was told
+        self.chain_told: tuple[str, int] = "", 0  # status and base that the client was told
         self.base = 0
         self.checkpoint_at = self.kept_at = 0
         self.begun = False
