@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from sparsejax.errors import ConfigError
 
@@ -357,7 +357,7 @@ def _check(config: Any) -> None:
         if meta["kind"] in ("pairs", "json"):
             object.__setattr__(config, field.name, _pairs(value))
         elif typing.get_origin(base) is tuple:
-            items = (value,) if isinstance(value, str) else tuple(value or ())
+            items: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(cast("Iterable[Any]", value or ()))
             if not all(isinstance(item, str) for item in items):
                 raise ConfigError(f"{name} must be strings, got {value!r}")
             object.__setattr__(config, field.name, items)

@@ -82,19 +82,23 @@ def unpack(arrays: dict[str, np.ndarray], state: KVState, block_size: int) -> Sw
     if len(sizes) > 1 or (sizes and found["pools"].keys() != like["pools"].keys()):
         raise ValueError("the pages have not all their arrays")
     count = sizes.pop() if sizes else 0
+    host = next(iter(state.pools.values())).sharding.with_memory_kind("pinned_host")
     blocks = [
         transfers.ExportedPages(
             *(
-                {name: _block(array, start, block_size) for name, array in found[kind].items()}
+                {name: jax.device_put(_block(array, start, block_size), host) for name, array in found[kind].items()}
                 for kind in ("pools", "page_aux")
             )
         )
         for start in range(0, count, block_size)
     ]
-    row_state = transfers.ParkedState(found["row_aux"], found["request_aux"])
-    host = next(iter(state.pools.values())).sharding.with_memory_kind("pinned_host")
-    placed = jax.tree.map(lambda array: jax.device_put(array, host), (row_state, blocks))
-    return swapped(Exported(placed[0], placed[1], count))
+    row_state = transfers.ParkedState(
+        *(
+            {name: jax.device_put(array, host) for name, array in found[kind].items()}
+            for kind in ("row_aux", "request_aux")
+        )
+    )
+    return swapped(Exported(row_state, blocks, count))
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
