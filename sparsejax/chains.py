@@ -288,7 +288,7 @@ class Chains:
 
     def _fork(self, rows: DeviceRows) -> DeviceRows:
         share = not self._runner.limits.methods[rows.method].private_rows
-        pages, copies = rows.pages.fork(share)
+        pages, copies = self._memory.fork_idle(rows.pages, share)
         try:
             if copies:
                 call_runner(self._runner.copy_pages, rows.method, copies)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsejax.cache.pages import IntegrityError, PagePool
+from sparsejax.cache.pages import IntegrityError, PagePool, PoolExhaustedError
 from sparsejax.geometry import Granularity
 from sparsejax.plans import PHASES, MethodFacts, RunnerLimits
 from sparsejax.rows import RowPages, Sequence, ceil_div
@@ -268,6 +268,17 @@ class Memory:
         pages, copies = seq.pages.fork(share)
         self.put_aside(pages)
         return pages, copies
+
+    def fork_idle(self, pages: RowPages, share: bool) -> tuple[RowPages, tuple[tuple[int, int], ...]]:
+        """A second owner of pages that have no row, without a row too, and the copies to run.
+
+        Raises PoolExhaustedError, with nothing changed, if what is free is promised to others.
+        """
+        promises, compaction = self._promised(None)
+        promises[pages.granularity] += pages.count - (pages.num_full if share else 0)
+        if not self.pool.fits({g: promises[g] + compaction[g] for g in Granularity}):
+            raise PoolExhaustedError("the pages for a copy are not free, or promised to others")
+        return pages.fork(share)
 
     def restore_aside(self, granularity: Granularity, lengths: np.ndarray) -> RowPages | None:
         """Fresh pages without a row, for rows that come back; None, if these are promised to others or not free."""

@@ -675,3 +675,18 @@ def run_program(talk: Talk, settings_: EngineSettings, program: list[tuple]) -> 
     for chain in talk.index.chains.values():
         assert chain.state is ChainState.IDLE
     bench.check_all_free()
+
+
+@pytest.mark.parametrize("pages", range(12, 24))
+@pytest.mark.parametrize("prompt", [5, 9, 18, 26])
+def test_a_copy_of_an_idle_chain_takes_no_page_that_is_promised(pages, prompt):
+    """A row that decodes within its reservation never finds the pool empty, whatever becomes of chains meanwhile."""
+    window = EngineSettings(decode_window_tokens=64, min_decode_window_tokens=64, max_decode_window_tokens=64)
+    talk = Talk(window, num_sequence_pages=pages, num_rows=2)
+    _, chain = talk.turn(range(prompt), 4, "dense")
+    other = talk.bench.submit([7] * 4, 40, "dense")
+    talk.bench.step(3)
+    fork = talk.send([*chain.ledger.tolist(), 3], 2, "dense")
+    talk.bench.run()
+    talk.bench.check_done(other, fork)
+    assert talk.bench.last(other).finish_reason == talk.bench.last(fork).finish_reason == "length"
