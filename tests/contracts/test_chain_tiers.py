@@ -26,7 +26,17 @@ from sparsejax.mock import METHODS, MockMethod, MockRunner
 from sparsejax.request import ChainOptions, Request, SamplingParams
 from sparsejax.settings import EngineSettings
 from tests.contracts.chain_disk_bench import OPEN, DiskTalk, Killed, PlainArrays
-from tests.contracts.test_chains import NAMES, STATEFUL, STRICT, Talk, engine_settings, machines, operations, words
+from tests.contracts.test_chains import (
+    NAMES,
+    STATEFUL,
+    STRICT,
+    Talk,
+    continuation,
+    engine_settings,
+    machines,
+    operations,
+    words,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -767,18 +777,7 @@ def test_random_programs_with_a_disk(
             which, twist, new, max_tokens, name = args[:5]
             history, chain_id, options = [], None, {}
             if live and twist != "new":
-                idle = [chain for chain in live if not chain.busy]
-                choices = idle if idle and which < 8 else live
-                chain = choices[which % len(choices)]
-                history, chain_id, name = chain.ledger.tolist(), chain.chain_id, chain.method
-                if twist == "edit" and history:
-                    history = [*history[: len(history) // 2], 251]
-                elif twist == "short":
-                    history = history[: len(history) - 2]
-                elif twist == "append":
-                    options = {"append": True}
-                elif twist == "unnamed":
-                    chain_id = None
+                history, chain_id, name, options = continuation(live, which, twist)
             elif contexts and which == 9:  # of an earlier boot, dead or alive
                 chain_id = sorted(contexts)[new % len(contexts)]
                 history, name = contexts[chain_id]

@@ -605,6 +605,24 @@ def test_random_programs(settings_: EngineSettings, machine: dict, program: list
     run_program(Talk(settings_, **machine), settings_, program)
 
 
+def continuation(chains: list, which: int, twist: str) -> tuple[list[int], str | None, str, dict]:
+    """How a program goes on with one of `chains`: (context, chain id, method, options)."""
+    idle = [chain for chain in chains if not chain.busy]
+    choices = idle if idle and which < 8 else chains
+    chain = choices[which % len(choices)]
+    history, chain_id = chain.ledger.tolist(), chain.chain_id
+    if twist == "edit" and history:
+        history = [*history[: len(history) // 2], 251]
+    elif twist == "short":
+        history = history[: len(history) - 2]
+    return (
+        history,
+        None if twist == "unnamed" else chain_id,
+        chain.method,
+        {"append": True} if twist == "append" else {},
+    )
+
+
 def run_program(talk: Talk, settings_: EngineSettings, program: list[tuple]) -> None:
     """Carries a program out, checks the books after every operation and all answers at the end."""
     bench = talk.bench
@@ -615,18 +633,7 @@ def run_program(talk: Talk, settings_: EngineSettings, program: list[tuple]) -> 
             which, twist, new, max_tokens, name = args
             history, chain_id, options = [], None, {}
             if live and twist != "new":
-                idle = [chain for chain in live if not chain.busy]
-                choices = idle if idle and which < 8 else live
-                chain = choices[which % len(choices)]
-                history, chain_id, name = chain.ledger.tolist(), chain.chain_id, chain.method
-                if twist == "edit" and history:
-                    history = [*history[: len(history) // 2], 251]
-                elif twist == "short":
-                    history = history[: len(history) - 2]
-                elif twist == "append":
-                    options = {"append": True}
-                elif twist == "unnamed":
-                    chain_id = None
+                history, chain_id, name, options = continuation(live, which, twist)
             if twist == "new":
                 history, options = words(30), {"shared_tokens": 30}
             fresh = words(new, len(sent))
