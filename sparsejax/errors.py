@@ -154,6 +154,27 @@ class ChainCapacityError(ChainError):
     status, code, recovery = 503, "chain_capacity_unavailable", "retry_later"
 
 
+class PrefixNotFoundError(RequestError):
+    """The prefix cache does not have these tokens, or not all of them."""
+
+    status, code = 404, "prefix_not_found"
+
+
+class PinRefusedError(RequestError):
+    """Pinned prefixes would hold more of the cache than they may."""
+
+    status, code = 409, "pin_quota_exceeded"
+
+
+class PruneError(RequestError):
+    """Rows of these ranges can't be taken. Nothing was changed."""
+
+    code = "invalid_prune"
+
+    def __init__(self, message: str, *, param: str = "ranges") -> None:
+        super().__init__(message, param=param)
+
+
 class EngineDeadError(RuntimeError):
     """The engine loop stopped on an error; the process must be restarted."""
 
