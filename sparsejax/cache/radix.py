@@ -252,7 +252,7 @@ class RadixIndex(RadixTree):
             self._take(lease, node)
             self.counts["duplicate_blocks"] += 1
         keys = plan.keys[plan.known :]
-        room = self._make_room(len(keys))
+        room = self._make_room(len(keys), next((b for b in up(node) if b.pages is not None), None) if node else None)
         used = plan.revived + room if room else 0
         for payload in payloads[used:]:
             self._release(payload)
@@ -277,15 +277,22 @@ class RadixIndex(RadixTree):
         lease.columns.append(lease.num_columns)
         lease.num_columns += 1
 
-    def _make_room(self, blocks: int) -> int:
-        """How many of so many new blocks fit, once old ones have made room."""
+    def _make_room(self, blocks: int, base: Block | None) -> int:
+        """How many of so many new blocks fit, once old ones have made room. The rows of `base` stay meanwhile."""
+        if base is not None:
+            base.rests += 1
         while self.num_blocks + blocks > self.max_blocks:
             victim = self.next_victim()
             if victim is None:
                 break
             self.counts["evicted_blocks"] += 1
             self._remove(victim)
-        return min(blocks, self.max_blocks - self.num_blocks)
+        room = min(blocks, self.max_blocks - self.num_blocks)
+        if base is not None:
+            base.rests -= 1
+            if not room:
+                self._shed(base)
+        return room
 
     # Keeping.
 
@@ -374,7 +381,7 @@ class RadixIndex(RadixTree):
             order.append(stack.pop())
             stack.extend(order[-1].children.values())
         before = self.num_blocks
-        for block in reversed(order):
+        for block in sorted(order, key=lambda block: (-block.depth, block.digest)):
             if block.alive and not block.children and not block.held:
                 self._remove(block)
         left = [block for block in order if block.alive]
@@ -410,7 +417,7 @@ class RadixIndex(RadixTree):
         end = node = path[stop // size - 1]
         runs, positions = [], []
         while node is not None and node.depth > base.depth and node.pages is not None:
-            runs.append((node, node.pages))
+            runs.append((node, node.pages, node.base))
             rows = np.arange((node.depth - 1) * size, node.depth * size) if node.cut is None else node.cut.kept
             positions.append(rows.astype(np.int32))
             node = node.base
@@ -418,7 +425,7 @@ class RadixIndex(RadixTree):
             raise PruneError(f"range [{start}, {stop}) lies partly in one that was pruned before: take that in whole")
         runs.reverse()
         positions.reverse()
-        pages = tuple(page for _, held in runs for page in held)
+        pages = tuple(page for _, held, _ in runs for page in held)
         return RangeRows(start, stop, base, end, pages, np.concatenate(positions), tuple(runs))
 
     def cut(self, plan: Sequence[RangeRows], kept: Sequence[tuple[Sequence[Any], np.ndarray]], policy: str = "") -> int:

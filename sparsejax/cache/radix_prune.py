@@ -23,7 +23,7 @@ class RangeRows:
       base, exit: the block before the range, and its last one.
       pages: payloads of its rows, in their order.
       positions: int32, of these rows.
-      runs: the blocks that hold these pages, and what they held, so that a change is noticed.
+      runs: the blocks that hold these pages, what they held, and on what that rested, so that a change is noticed.
     """
 
     start: int
@@ -32,12 +32,12 @@ class RangeRows:
     exit: Block
     pages: tuple[Any, ...]
     positions: np.ndarray = dataclasses.field(repr=False, compare=False)
-    runs: tuple[tuple[Block, tuple[Any, ...]], ...] = dataclasses.field(repr=False, default=())
+    runs: tuple[tuple[Block, tuple[Any, ...], Block | None], ...] = dataclasses.field(repr=False, default=())
 
     @property
     def current(self) -> bool:
         """Nothing has changed since."""
-        return self.exit.alive and all(block.pages is pages for block, pages in self.runs)
+        return self.exit.alive and all(b.pages is pages and b.base is base for b, pages, base in self.runs)
 
 
 def normal_ranges(ranges: Iterable[Sequence[int]], tokens: int, block_tokens: int) -> list[tuple[int, int]]:

@@ -239,8 +239,13 @@ class RadixTree:
         self.cuts += 1
         for payload in old:
             self._release(payload)
-        if before.covers and not before.rests and before.pages is not None:
-            self._hollow(before)
+        self._shed(before)
+
+    def _shed(self, block: Block) -> None:
+        """A block loses its rows if a pruned range has them and nothing rests on them any more."""
+        if block.covers and not block.rests and block.pages is not None:
+            self.cuts += 1
+            self._hollow(block)
 
     def _remove(self, block: Block) -> None:
         """Takes a leaf that nobody holds out of the tree, and hollow ones above it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 
@@ -23,6 +22,9 @@ SIZE = 2
 HALF_LIFE_S = 8.0
 SCOPES = Scope(b"x" * 16, "x"), Scope(b"y" * 16, "y")
 PINNED, PINNED_EACH = 12, 8
+
+PICK = st.integers(-8, 7)
+TEXT = st.lists(st.integers(0, 1), max_size=7)
 
 Tokens = tuple[int, ...]
 Row = tuple[Tokens, frozenset[int]]
@@ -60,6 +62,11 @@ class Reader:
     @property
     def path(self) -> Tokens:
         return tuple(self.tokens[: len(self.columns) * SIZE])
+
+
+def chosen(options, pick: int):
+    """One of some options; negative numbers pick from the end, where what is new stands."""
+    return options[pick % len(options)]
 
 
 class Model:
@@ -181,13 +188,11 @@ class Machine(RuleBasedStateMachine):
 
     # Readers.
 
-    @rule(
-        data=st.data(), scope=st.sampled_from(SCOPES), new=st.lists(st.integers(0, 1), max_size=7), exact=st.booleans()
-    )
-    def start(self, data, scope: Scope, new: list[int], exact: bool) -> None:
+    @rule(pick=PICK, scope=st.sampled_from(SCOPES), new=TEXT, exact=st.booleans(), publishes=st.booleans())
+    def start(self, pick: int, scope: Scope, new: list[int], exact: bool, publishes: bool) -> None:
         """A request finds exactly what the model knows of its prompt."""
         model = self.models[scope]
-        known = data.draw(st.sampled_from([(), *sorted(model.entries)]))
+        known = chosen([(), *sorted(model.entries)], pick)
         ids = (*known, *new)
         if not ids:
             return
@@ -218,6 +223,8 @@ class Machine(RuleBasedStateMachine):
         reader = Reader(scope, lease, list(found), pages, list(match.columns), missing, tainted)
         self.readers.append(reader)
         self.compute(reader, ids[len(found) :])
+        if publishes:
+            self.publish(-1, [])
 
     def compute(self, reader: Reader, new) -> None:
         """The row gets tokens, and pages once they are full."""
@@ -228,9 +235,9 @@ class Machine(RuleBasedStateMachine):
                 reader.pages.append([(tuple(reader.tokens[: p + 1]), reader.missing) for p in range(end - SIZE, end)])
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data(), new=st.lists(st.integers(0, 1), max_size=5))
-    def publish(self, data, new: list[int]) -> None:
-        reader = data.draw(st.sampled_from(self.readers))
+    @rule(pick=PICK, new=TEXT)
+    def publish(self, pick: int, new: list[int]) -> None:
+        reader = chosen(self.readers, pick)
         self.compute(reader, new)
         plan = self.index.plan_insert(reader.lease, as_ids(reader.tokens))
         payloads = [self.payloads.make(reader.pages[column]) for column in plan.wanted]
@@ -261,13 +268,9 @@ class Machine(RuleBasedStateMachine):
         for part in known:
             model.entries[part].refs += 1
             reader.columns.append(len(part) // SIZE - 1 + shift)
-        while self.blocks() + len(fresh) > self.max_blocks and (victim := self.victim()) is not None:
-            self.drop(*victim)
-        fresh = fresh[: self.max_blocks - self.blocks()]
-        for part, column in zip(hollow, columns, strict=True) if fresh else ():
+        for part, column in zip(hollow, columns, strict=True):
             entry = model.entries[part]
             entry.rows, entry.base = reader.pages[column], part[:-SIZE]
-            entry.tainted = entry.tainted or reader.tainted
         for part in fresh:
             column = len(part) // SIZE - 1 + shift
             parent = model.entries.get(part[:-SIZE])
@@ -275,14 +278,25 @@ class Machine(RuleBasedStateMachine):
             model.entries[part] = Entry(reader.pages[column], part[:-SIZE], False, reader.tainted, 1)
             model.entries[part].retention, model.entries[part].used_s = retention, self.now
             reader.columns.append(column)
+        while self.blocks() > self.max_blocks and (victim := self.victim()) is not None:
+            self.drop(*victim)
+        while self.blocks() > self.max_blocks:  # all others are held
+            del model.entries[fresh.pop()]
+            reader.columns.pop()
+        for part in hollow:
+            entry = model.entries[part]
+            if fresh:
+                entry.tainted = entry.tainted or reader.tainted
+            else:  # nothing needs their rows
+                entry.rows = entry.base = None
         model.tidy()
         return len(fresh)
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def end(self, data) -> None:
+    @rule(pick=PICK)
+    def end(self, pick: int) -> None:
         """A request ends or is cancelled; what it has published stays."""
-        reader = data.draw(st.sampled_from(self.readers))
+        reader = chosen(self.readers, pick)
         self.readers.remove(reader)
         self.index.release(reader.lease)
         self.give_back(reader, 0)
@@ -295,9 +309,9 @@ class Machine(RuleBasedStateMachine):
         model.tidy()
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def fork(self, data) -> None:
-        reader = data.draw(st.sampled_from(self.readers))
+    @rule(pick=PICK)
+    def fork(self, pick: int) -> None:
+        reader = chosen(self.readers, pick)
         lists = {name: list(getattr(reader, name)) for name in ("tokens", "pages", "columns")}
         closed = reader.lease.closed
         other = dataclasses.replace(reader, lease=self.index.share(reader.lease), **lists)
@@ -307,12 +321,12 @@ class Machine(RuleBasedStateMachine):
         self.readers.append(other)
 
     @precondition(lambda self: self.readers)
-    @rule(data=st.data())
-    def trim(self, data) -> None:
+    @rule(pick=PICK)
+    def trim(self, pick: int) -> None:
         """A row goes back to an earlier token of its own."""
-        reader = data.draw(st.sampled_from(self.readers))
+        reader = chosen(self.readers, pick)
         first = max((i + 1 for i, column in enumerate(reader.columns) if column < 0), default=0)
-        blocks = data.draw(st.integers(first, len(reader.columns)))
+        blocks = chosen(range(first, len(reader.columns) + 1), pick)
         self.index.trim(reader.lease, blocks)
         self.give_back(reader, blocks)
         dropped = len(reader.tokens) // SIZE - blocks
@@ -332,15 +346,15 @@ class Machine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(data=st.data(), scope=st.sampled_from(SCOPES), ttl_s=st.sampled_from([1.0, 20.0]))
-    def pin(self, data, scope: Scope, ttl_s: float) -> None:
+    @rule(pick=PICK, scope=st.sampled_from(SCOPES), ttl_s=st.sampled_from([1.0, 20.0]))
+    def pin(self, pick: int, scope: Scope, ttl_s: float) -> None:
         model = self.models[scope]
         self.expire()
         if not model.entries:
             with pytest.raises(PrefixNotFoundError):
                 self.index.pin(scope, as_ids([0] * SIZE), ttl_s)
             return
-        path = data.draw(st.sampled_from(sorted(model.entries)))
+        path = chosen(sorted(model.entries), pick)
         for part in model.prefixes(path):
             model.entries[part].pins += 1
         mine = self.pinned(model)
@@ -357,49 +371,50 @@ class Machine(RuleBasedStateMachine):
         return sum(len(e.rows or ()) // SIZE for e in model.entries.values() if e.pins)
 
     @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data) -> None:
-        pin = data.draw(st.sampled_from(self.pins))
+    @rule(pick=PICK)
+    def unpin(self, pick: int) -> None:
+        pin = chosen(self.pins, pick)
         self.index.unpin(pin[0])
         self.end_pin(pin)
 
-    @rule(data=st.data(), scope=st.sampled_from(SCOPES), retention=st.integers(-1, 1))
-    def retain(self, data, scope: Scope, retention: int) -> None:
+    @rule(pick=PICK, scope=st.sampled_from(SCOPES), retention=st.integers(-1, 1))
+    def retain(self, pick: int, scope: Scope, retention: int) -> None:
         model = self.models[scope]
         if not model.entries:
             return
-        path = data.draw(st.sampled_from(sorted(model.entries)))
+        path = chosen(sorted(model.entries), pick)
         below = [other for other in model.entries if other[: len(path)] == path]
         for other in below:
             model.entries[other].retention = retention
         assert self.index.set_retention(scope, as_ids(list(path)), retention) == len(below)
 
-    @rule(data=st.data(), scope=st.sampled_from(SCOPES))
-    def delete(self, data, scope: Scope) -> None:
+    @rule(pick=PICK, scope=st.sampled_from(SCOPES))
+    def delete(self, pick: int, scope: Scope) -> None:
         model = self.models[scope]
         if not model.entries:
             return
-        path = data.draw(st.sampled_from(sorted(model.entries)))
+        path = chosen(sorted(model.entries), pick)
         before = self.blocks()
-        for other in sorted(model.entries, key=len, reverse=True):
+        for other in sorted(model.entries, key=lambda p: (-len(p), model.digest(p))):
             if other[: len(path)] == path and other in model.entries and model.is_leaf(other) and not model.held(other):
                 self.drop(model, other)
         assert self.index.delete(scope, as_ids(list(path)))[0] == before - self.blocks()
 
     # Pruning.
 
-    @rule(data=st.data(), scope=st.sampled_from(SCOPES), seed=st.integers(0, 1 << 16), stale=st.booleans())
-    def prune(self, data, scope: Scope, seed: int, stale: bool) -> None:
+    @rule(pick=PICK, scope=st.sampled_from(SCOPES), seed=st.integers(0, 1 << 16), stale=st.booleans())
+    def prune(self, pick: int, scope: Scope, seed: int, stale: bool) -> None:
         """Ranges of a known text lose all but some random rows."""
         model = self.models[scope]
         if not model.entries:
             return
-        text = data.draw(st.sampled_from(sorted(model.entries)))
-        ends = st.integers(0, len(text) // SIZE)
-        pairs = data.draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=2))
-        ranges = sorted({(a * SIZE, b * SIZE) for a, b in pairs if a < b})
-        if not ranges or (len(ranges) == 2 and ranges[0][1] >= ranges[1][0]):
-            return
+        text = chosen(sorted(model.entries), pick)
+        rng, kept, stays = np.random.default_rng(seed), [], []
+        ends = np.sort(rng.choice(len(text) // SIZE + 1, min(4, len(text) // SIZE + 1), replace=False)) * SIZE
+        pairs = [(ends[0], ends[-1])] if len(ends) < 4 or seed % 2 else [ends[:2], ends[2:]]
+        ranges = [(int(start), int(stop)) for start, stop in pairs]
+        if len(ranges) == 2 and ranges[0][1] == ranges[1][0]:
+            ranges = [(ranges[0][0], ranges[1][1])]
         parts = [self.resident(model, text[:start], text[:stop]) for start, stop in ranges]
         ids = as_ids(list(text))
         if None in parts:
@@ -407,16 +422,15 @@ class Machine(RuleBasedStateMachine):
                 self.index.plan_cut(scope, ids, ranges)
             return
         plan = self.index.plan_cut(scope, ids, ranges)
-        rng, kept, stays = np.random.default_rng(seed), [], []
         for rows, resident in zip(plan, parts, strict=True):
             assert rows.positions.tolist() == [len(tokens) - 1 for tokens, _ in resident]
             assert [r for p in rows.pages for r in self.payloads.live[p]] == resident
             count = int(rng.integers(0, len(rows.pages) + 1))
-            chosen = np.sort(rng.permutation(len(resident))[: count * SIZE])
-            left = [resident[i] for i in chosen]
+            rest = np.sort(rng.permutation(len(resident))[: count * SIZE])
+            left = [resident[i] for i in rest]
             stays.append(left)
             pages = [self.payloads.make(left[i : i + SIZE]) for i in range(0, len(left), SIZE)]
-            kept.append((pages, rows.positions[chosen]))
+            kept.append((pages, rows.positions[rest]))
         freed, before = self.index.cut(plan, kept), self.pages()
         for rows, resident, left in zip(plan, parts, stays, strict=True):
             if len(left) < len(resident):
@@ -449,11 +463,16 @@ class Machine(RuleBasedStateMachine):
         assert self.index.free_pages == sum(
             len(e.rows or ()) // SIZE for m in self.models.values() for p, e in m.entries.items() if not m.held(p)
         )
-        there: dict[bytes, collections.Counter] = {}
+        there: dict[bytes, dict] = {scope.seed: {} for scope in SCOPES}
         for block in self.index.blocks():
-            there.setdefault(block.scope.seed, collections.Counter())[block.digest] += 1
+            pages = None if block.pages is None else [self.payloads.live[payload] for payload in block.pages]
+            there[block.scope.seed][block.digest] = pages, block.cut is not None, block.refs, block.pins
         for scope, model in self.models.items():
-            assert there.get(scope.seed, {}) == {model.digest(path): 1 for path in model.entries}
+            expected = {}
+            for path, e in model.entries.items():
+                rows = None if e.rows is None else [e.rows[i : i + SIZE] for i in range(0, len(e.rows), SIZE)]
+                expected[model.digest(path)] = rows, e.cut, e.refs, e.pins
+            assert there[scope.seed] == expected
         for reader in self.readers:
             assert (reader.lease.columns, reader.lease.closed) == (reader.columns, reader.closed)
             assert reader.lease.tainted == reader.tainted
@@ -474,5 +493,59 @@ class Machine(RuleBasedStateMachine):
             assert not self.index.num_blocks
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestMachine = Machine.TestCase
+
+OPERATIONS = 900
+RULES = {  # how often, with what
+    "start": (8, ("pick", "scope", "new", "exact", "publishes")),
+    "publish": (6, ("pick", "new")),
+    "end": (6, ("pick",)),
+    "fork": (2, ("pick",)),
+    "trim": (1, ("pick",)),
+    "evict": (1, ("pages",)),
+    "wait": (2, ("seconds",)),
+    "pin": (1, ("pick", "scope", "ttl_s")),
+    "unpin": (1, ("pick",)),
+    "retain": (1, ("pick", "scope", "retention")),
+    "delete": (1, ("pick", "scope")),
+    "prune": (5, ("pick", "scope", "seed", "stale")),
+}
+
+
+@pytest.mark.parametrize("max_blocks", [8, 24, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_programs_go_deep(seed: int, max_blocks: int) -> None:
+    """The same rules in long programs: what takes many steps to come about comes about."""
+    rng = np.random.default_rng([seed, max_blocks])
+    machine = Machine()
+    machine.begin(max_blocks=max_blocks)
+    names, weights = list(RULES), np.array([often for often, _ in RULES.values()], float)
+    for _ in range(OPERATIONS):
+        name = names[rng.choice(len(names), p=weights / weights.sum())]
+        if name in ("start", "fork") and len(machine.readers) > 6:
+            name = "end"
+        if (name in ("publish", "end", "fork", "trim") and not machine.readers) or (
+            name == "unpin" and not machine.pins
+        ):
+            continue
+        some = {
+            "pick": int(rng.integers(1 << 16)),
+            "scope": SCOPES[int(rng.random() < 0.2)],
+            "new": rng.integers(0, 2, rng.integers(8)).tolist(),
+            "exact": bool(rng.random() < 0.2),
+            "publishes": bool(rng.random() < 0.7),
+            "pages": int(rng.integers(1, 5)),
+            "seconds": float(rng.choice([0.5, 3.0, 50.0], p=[0.6, 0.35, 0.05])),
+            "ttl_s": 5.0,
+            "retention": int(rng.integers(-1, 2)),
+            "seed": int(rng.integers(1 << 16)),
+            "stale": True,
+        }
+        getattr(machine, name)(**{key: some[key] for key in RULES[name][1]})
+        machine.books()
+    counts = machine.index.counts
+    machine.teardown()
+    if max_blocks > 8:
+        assert min(counts["cuts"], counts["revived_blocks"], counts["evicted_blocks"], counts["miss_pruned"]) > 0
+        assert counts["hit_tokens"] > 0.2 * counts["query_tokens"]
