@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsejax.cache.chain import Chain, ChainIds, Tier
 from sparsejax.cache.chain_index import ChainIndex
+from sparsejax.cache.radix_records import Lease
 from sparsejax.chain_disk import Disk
 from sparsejax.chain_rows import DeviceRows, Part, Rows, StoredRows, size_of, tier_of
 from sparsejax.memory import Memory, SwapSpace
@@ -39,6 +40,9 @@ class HostTier:
         self.disk = disk
         self.index = ChainIndex(ids, self.release, clock, max_checkpoints=max(1, settings.chain_checkpoints))
         self._bases: dict[str, StoredRows] = {}  # what active chains were before their turn
+        self.unlease: Callable[[Lease], None] = lambda lease: None  # the radix cache's
+        self.give_blocks: Callable[[], bool] = lambda: False
+        self.spare_pages: Callable[[], int] = lambda: 0
         self._late: dict[str, StoredRows | None] = {}  # idle chains to be copied, and what those copies are based on
 
     def lower(self, chain: Chain) -> bool:
@@ -155,6 +159,9 @@ class HostTier:
             self._let_go(payload.copy)
         self._memory.take_up(payload.pages)
         payload.pages.release()
+        if payload.lease is not None:
+            self.unlease(payload.lease)
+            payload.lease = None
 
     def _let_go(self, rows: StoredRows) -> None:
         for part in rows.parts:

@@ -31,8 +31,8 @@ def report(seq: Sequence, ttl_s: float) -> ChainReport:
         chain_id=chain.chain_id,
         status=seq.chain_status,
         parent_id=chain.parent_id,
-        reused_tokens=seq.base,
-        prefilled_tokens=len(seq.group.prompt) - seq.base,
+        reused_tokens=seq.reused,
+        prefilled_tokens=len(seq.group.prompt) - seq.reused,
         reason=seq.chain_reason,
         processed_tokens=0 if busy else chain.processed,
         state="active" if busy else chain.state.value,
@@ -77,7 +77,7 @@ def claimed(seq: Sequence, metrics: EngineMetrics) -> None:
 def begun(seq: Sequence, metrics: EngineMetrics) -> None:
     """A turn got its row: what it reuses is certain now."""
     metrics.prefix_cache_queries.inc(len(seq.group.prompt))
-    metrics.prefix_cache_hits.inc(seq.base)
+    metrics.prefix_cache_hits.inc(seq.reused)
     if seq.base:
         metrics.chain_tokens_saved.inc(seq.base)
     elif seq.chain_status == "recreated":

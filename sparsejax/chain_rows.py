@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsejax.cache.chain import Tier
 from sparsejax.cache.chain_store import SavedPart
+from sparsejax.cache.radix_records import Lease
 from sparsejax.memory import SwapSpace
 from sparsejax.plans import ParkedRow, SwappedRow
 from sparsejax.rows import RowPages
@@ -100,12 +101,14 @@ class DeviceRows:
 
     Attributes:
       copy: the same rows off the device, if that was made.
+      lease: of those of its pages that others may begin with.
     """
 
     method: str
     pages: RowPages
     parked: ParkedRow
     copy: StoredRows | None = None
+    lease: Lease | None = None
 
 
 Rows = DeviceRows | StoredRows

@@ -74,7 +74,7 @@ class Tiers(DiskTier):
             found = sum(pages for _, pages in held.values())
             self._held, self._reclaimable = held, (self.index.changes, found)
         own = seq.chain.payload if seq is not None and seq.chain is not None else None
-        return found - (size_of(own) if isinstance(own, DeviceRows) else 0)
+        return found + self.spare_pages() - (size_of(own) if isinstance(own, DeviceRows) else 0)
 
     def reclaim(
         self,
@@ -82,11 +82,13 @@ class Tiers(DiskTier):
         own_checkpoints: bool = False,
         forget: Callable[[Chain], bool] | None = None,
     ) -> bool:
-        """One step towards free pages: checkpoints, idle chains, shared prefixes, then those that wait for their turn.
+        """One step towards free pages: blocks nobody has, checkpoints, idle chains, shared prefixes, waiting turns.
 
         Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last. Those
         that wait go to the host; what has no room there is given up only by `forget`.
         """
+        if self.give_blocks():
+            return True
         victims = [chain for chain in self.index.victims() if chain is not keep]
         others = (*victims, *self._others(keep, set(victims)))
         for chain in others:

@@ -22,6 +22,7 @@ from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quali
 from sparsejax.cache.chain_index import Plan, Turn
 from sparsejax.cache.chain_store import Snapshot
 from sparsejax.cache.pages import IntegrityError, PoolExhaustedError
+from sparsejax.cache.radix_tree import Scope
 from sparsejax.chain_disk import Disk, Job
 from sparsejax.chain_rows import DeviceRows, Rows, StoredRows, lengths_of, size_of, tier_of
 from sparsejax.chain_tiers import Tiers
@@ -106,6 +107,10 @@ class Chains:
     def seed(self, method: str, salt: str, tenant: str) -> bytes:
         """Of the chains that such turns may go on from (see `Chain`)."""
         return seed_of(self.fingerprint(method), salt, tenant)
+
+    def scope(self, method: str, salt: str, tenant: str) -> Scope:
+        """Of the rows that such requests may begin with (see `radix_cache`)."""
+        return Scope(self.seed(method, salt, tenant), tenant, method, self.fingerprint(method))
 
     def fingerprint_fields(self, method: str) -> dict[str, Any]:
         """What it is made of, by name."""
@@ -308,7 +313,8 @@ class Chains:
             seq.swapped_lengths = payload.lengths
 
     def unlend(self, seq: Sequence) -> None:
-        seq.pages = seq.swapped_lengths = None
+        if seq.chain is not None and seq.chain.payload is not None:
+            seq.pages = seq.swapped_lengths = None
 
     def begin(self, seq: Sequence) -> None:
         """The turn got a row, and pages for rows that were on the host: they are its own now."""
@@ -328,6 +334,7 @@ class Chains:
         if isinstance(payload, DeviceRows):
             self._memory.take_up(pages)
             parked, rows = payload.parked, payload.copy
+            seq.lease, payload.lease = payload.lease, None
         assert parked is not None
         if rows is not None:
             began_s, rows.moved_s = began_s - rows.moved_s, 0.0
@@ -473,7 +480,8 @@ class Chains:
             seq.pages.truncate(extra)
         pages, seq.pages, seq.parked = seq.pages, None, None
         self._memory.put_aside(pages)
-        return DeviceRows(method, pages, parked)
+        lease, seq.lease = seq.lease, None
+        return DeviceRows(method, pages, parked, lease=lease)
 
     def _keep_turn_end(self, chain: Chain) -> None:
         """Leaves a checkpoint, if that costs nobody anything."""

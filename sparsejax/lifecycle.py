@@ -23,6 +23,7 @@ from sparsejax import recall
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
 from sparsejax.chain_disk import Disk
+from sparsejax.chain_rows import DeviceRows
 from sparsejax.chains import Chains
 from sparsejax.errors import CacheTooSmallError, ChainDisabledError, RequestError
 from sparsejax.launches import Launches, RunnerError, call_runner
@@ -30,6 +31,7 @@ from sparsejax.memory import Memory, SwapSpace
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import CountRow, ForkRow, MaintainRow, Runner
 from sparsejax.prefill import PrefillPlanner
+from sparsejax.radix_cache import RadixCache
 from sparsejax.request import FinishReason, Request, TokenEvent, TokenLogprob
 from sparsejax.rows import Group, Sequence, State
 from sparsejax.settings import EngineSettings
@@ -72,6 +74,10 @@ class Lifecycle:
         self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock, disk)
         self.recall = self.chains.recall
         self.recall.watch = lambda seq, ticket: self.launches.add(self.step_number, ticket, [(seq, None)], None)
+        self.radix = RadixCache(runner, self.memory, self.settings, clock, self.chains.scope)
+        self.chains.tiers.unlease = self.radix.index.release
+        self.chains.tiers.give_blocks = self.radix.reclaim
+        self.chains.tiers.spare_pages = lambda: self.radix.spare_pages
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
@@ -171,6 +177,9 @@ class Lifecycle:
         }
         self.chains.check_integrity(live_chains)
         self.recall.check_integrity()
+        rows = [c.payload for c in self.chains.index.chains.values() if isinstance(c.payload, DeviceRows)]
+        choices = [s for group in self.groups.values() for s in group.choices]
+        self.radix.check_integrity([x.lease for x in (*rows, *choices) if x.lease is not None])
         if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
             raise IntegrityError("the swap space is miscounted")
 
@@ -186,7 +195,10 @@ class Lifecycle:
         # Those who were preempted before must have room for longer, so nobody is swapped in and out for ever.
         window = self._window() << min(seq.preemptions, 16)
         claimed = seq.chain is not None and not seq.begun
+        if self.memory.free_rows:
+            self.radix.attach(seq)
         if not self._find_room(seq, window, window if self.running else 1, claimed):
+            self.radix.detach(seq)
             return False
         group = seq.group
         (self.waiting if seq.swapped is None else self.swapped).remove(seq)
@@ -198,14 +210,15 @@ class Lifecycle:
             call_runner(self.runner.import_row, group.method, seq.row, seq.pages.padded(-1), swapped)
         if claimed:
             self.chains.begin(seq)
-            if seq.chain_told != (seq.chain_status, seq.base):  # it was given up while the turn waited
+            if seq.chain_told != (seq.chain_status, seq.reused):  # it was given up, or more is known, since it was told
                 self._tell_chain(seq)
+        self.radix.begin(seq)
         self.recall.seat(seq)
         return True
 
     def _tell_chain(self, seq: Sequence) -> None:
         """Says what became of a turn's chain, before any token."""
-        seq.chain_told = seq.chain_status, seq.base
+        seq.chain_told = seq.chain_status, seq.reused
         self._emit(seq.group, TokenEvent(seq.group.request_id, seq.index, chain=self.chains.report(seq)))
 
     def _find_room(self, seq: Sequence, window: int, least: int, claimed: bool) -> bool:
@@ -217,11 +230,12 @@ class Lifecycle:
                 self.chains.lend(seq)
             if self.memory.admit(seq, window, least):
                 return True
-            missing = self.memory.missing(seq, least) if self.chains.index.chains else 0
+            found = self.chains.tiers.reclaimable(seq)
+            missing = self.memory.missing(seq, least) if found else 0
             if claimed:
                 self.chains.unlend(seq)
             # Chains are not given up for a request that has to wait for others anyway.
-            if max(1, missing) > self.chains.tiers.reclaimable(seq):
+            if max(1, missing) > found:
                 return False
             if not self.chains.reclaim(seq.chain, claimed, forget=not self.running):
                 return False
@@ -248,6 +262,7 @@ class Lifecycle:
             return
         assert target.pages is not None
         target.observed_from = source.observed_from
+        self.radix.share(source, target)
         self.waiting.remove(target)
         self._seat(target)
         plan = ForkRow(source.row, target.row, target.pages.updates(), copies)
@@ -292,6 +307,7 @@ class Lifecycle:
                 swapped = call_runner(self.runner.export_row, seq.group.method, seq.row, table)
                 if self.swap.put(seq.group.method, seq.pages.count, swapped.nbytes):
                     seq.swapped, seq.swapped_lengths = swapped, seq.pages.lengths.copy()
+        self.radix.leave(seq)
         if seq.swapped is not None:
             seq.state = State.SWAPPED
             self.swapped.append(seq)
@@ -302,7 +318,7 @@ class Lifecycle:
             # Tokens that are in flight still count when they arrive: the same seed and position sample them again.
             seq.rebuilt = seq.rebuilt or seq.computed > 0
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
-            seq.computed = seq.replayed = seq.dispatched = seq.observed_from = 0
+            seq.computed = seq.replayed = seq.dispatched = seq.observed_from = seq.attached = 0
             seq.phase_due = seq.counting = seq.counts = None
             self.recall.begin(seq, ())
             seq.state = State.WAITING
@@ -331,6 +347,9 @@ class Lifecycle:
         if seq.row:
             self.note_usage(seq)
             self.running.remove(seq)
+            if seq.state is State.DECODE:
+                self.radix.finish(seq)
+        self.radix.leave(seq)
         self.memory.release(seq)
 
     def _rest(self, seq: Sequence) -> None:
@@ -366,6 +385,8 @@ class Lifecycle:
             self.note_usage(seq)
         try:
             if seq.chain is not None:
+                if reason != "error":
+                    self.radix.finish(seq)
                 self.chains.retire(seq, reason, visible)
         finally:
             if seq.swapped is not None:

@@ -12,6 +12,8 @@ compaction in another row's table, so it reserves the copies for itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 
 from sparsejax.cache.pages import IntegrityError, PagePool, PoolExhaustedError
@@ -33,6 +35,7 @@ class Memory:
         self.free_rows = list(range(limits.num_rows, 0, -1))
         self.holders: dict[int, Sequence] = {}  # by row
         self.shelf: dict[int, RowPages] = {}  # pages that are held without a row, by id of their table
+        self.also_held: Callable[[], Iterable[tuple[Granularity, np.ndarray]]] = tuple  # pages that no row has
         self._kept: dict[tuple[str, str, bytes], np.ndarray | None] = {}  # asked for every row in every step
 
     # What a row needs, from integers alone.
@@ -338,7 +341,8 @@ class Memory:
         tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]
         tables += [seq.loan for seq in self.holders.values() if seq.loan is not None]
         tables += self.shelf.values()
-        self.pool.check_integrity((pages.granularity, pages.held()) for pages in tables)
+        owners = [(pages.granularity, pages.held()) for pages in tables]
+        self.pool.check_integrity([*owners, *self.also_held()])
         for pages in tables:
             if (pages.columns_of(pages.lengths) != pages.columns).any() or pages.count != pages.columns.sum():
                 raise IntegrityError("a row holds more or fewer pages than its length needs")

@@ -358,8 +358,9 @@ class Method:
         row is replayed and compacted after its first prompt only: what is appended to it later stays.
       replay_tokens: host, (params, prompt, index) -> int32 token ids of one of them.
       bind: (params, encode) -> params with the token ids that the method needs, where there is a tokenizer.
-      pure_prefix: pages are a function of the token prefix alone, so they may be shared between requests. Derived:
-        True when nothing is ever evicted or changed, and chunks don't matter.
+      pure_prefix: the rows of a prompt are a function of its tokens alone, so requests may share them. Derived: nothing
+        is ever evicted or changed, chunks don't matter, and nothing is learned from queries.
+      pure_tokens: so are those of decoded tokens: a token attends to everything then, as it would in a prompt chunk.
     """
 
     name: str
@@ -406,7 +407,13 @@ class Method:
 
     @property
     def pure_prefix(self) -> bool:
-        return not (self.evicts or self.private_rows or self.chunk_dependent)
+        learned = self.observe, self.attend_token, self.on_decoded, self.on_hidden
+        changing = self.evicts or self.private_rows or self.chunk_dependent
+        return not changing and all(hook is None for hook in learned)
+
+    @property
+    def pure_tokens(self) -> bool:
+        return self.pure_prefix and self.select is None
 
     @property
     def rollback(self) -> bool:

@@ -94,6 +94,7 @@ class MockMethod:
       ragged: heads share the prompt budgets of their layer as the device says.
       rollback: nothing but their own rows knows of the newest tokens.
       recalls: dropped rows can be lent back.
+      selects: decoded tokens attend to a part of the rows.
     """
 
     name: str = "dense"
@@ -110,6 +111,15 @@ class MockMethod:
     ragged: bool = False
     rollback: bool = True
     recalls: bool = True
+    selects: bool = False
+
+    @property
+    def pure_prefix(self) -> bool:
+        return not (self.evicts or self.private_rows or self.chunk_dependent)
+
+    @property
+    def pure_tokens(self) -> bool:
+        return self.pure_prefix and not self.selects
 
     @property
     def replays_prompts(self) -> bool:
@@ -593,9 +603,9 @@ class MockRunner:
     def unpark(self, method: str, plan: UnparkRow) -> None:
         self._enter("unpark")
         self._require(plan.row in self._stops, f"row {plan.row} was not set up")
-        row = plan.parked.payload.copy()
-        self._require(row.method == method, "a parked row came back under another method")
         seen = plan.seen.tolist()
+        row = self._shared(method, seen) if plan.parked is None else plan.parked.payload.copy()
+        self._require(row.method == method, "a parked row came back under another method")
         self._require(plan.seen.dtype == np.int32 and seen == row.history, "other tokens were seen")
         lengths = self._lengths(row)
         same = plan.lengths.shape == lengths.shape and bool((plan.lengths == lengths).all())
@@ -607,6 +617,17 @@ class MockRunner:
         self._check_contents(plan.row, row)
         self._rows[plan.row] = row
         self._leave("unpark")
+
+    def _shared(self, method: str, seen: list[int]) -> _Row:
+        """A row as its method makes it of these tokens, whoever computed them."""
+        self._require(self._limits.methods[method].pure_prefix, f"rows of {method} are no function of the tokens")
+        row, stamps = self._empty(method), []
+        for token in seen:
+            row.last_stamp = mix(row.last_stamp, token, len(row.history))
+            row.history.append(token)
+            stamps.append(row.last_stamp)
+        row.stamps = [[np.array(stamps, np.int64) for _ in layer] for layer in row.stamps]
+        return row
 
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
         self._enter("export_parked")

@@ -170,14 +170,14 @@ class UnparkRow:
       pages: int32 [layers, heads, columns], -1 where a head has fewer.
       lengths: rows held, int32 [layers, heads].
       seen: int32, the tokens processed so far; all count as prompt.
-      parked: from `park` or `import_parked`.
+      parked: from `park` or `import_parked`. None for a row that keeps nothing beside its pages (`pure_prefix`).
     """
 
     row: int
     pages: np.ndarray
     lengths: np.ndarray
     seen: np.ndarray
-    parked: ParkedRow
+    parked: ParkedRow | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +295,16 @@ class MethodFacts(Protocol):
     @property
     def private_rows(self) -> bool:
         """What is kept beside a stored row goes on changing: rows that choices have in common can't share pages."""
+        ...
+
+    @property
+    def pure_prefix(self) -> bool:
+        """The rows of a prompt are a function of its tokens alone, and nothing is kept beside them."""
+        ...
+
+    @property
+    def pure_tokens(self) -> bool:
+        """So are those of decoded tokens."""
         ...
 
     @property

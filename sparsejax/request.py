@@ -207,6 +207,20 @@ class ChainOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PrefixOptions:
+    """How a request uses the radix prefix cache.
+
+    Attributes:
+      salt, tenant: rows are found by the same ones only.
+      exact: only rows that pruning has had no part in.
+    """
+
+    salt: str = ""
+    tenant: str = ""
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class RecallReport:
     """What became of rows that a chain's method had dropped, in one turn.
 
@@ -288,6 +302,7 @@ class Request:
       sparse_method: method name or composition served by this engine; None takes the engine's default.
       arrival_s: `time.monotonic()` at arrival.
       chain: use of the Chain Cache; None keeps nothing.
+      prefix: use of the radix prefix cache; None is the salt and tenant of `chain`, or no use where there is none.
     """
 
     request_id: str
@@ -296,6 +311,7 @@ class Request:
     sparse_method: str | None = None
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
     chain: ChainOptions | None = None
+    prefix: PrefixOptions | None = None
 
     def validate(self, vocab_size: int) -> None:
         if not self.prompt_ids:

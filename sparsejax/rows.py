@@ -10,6 +10,7 @@ import numpy as np
 from sparsejax.cache.chain import Chain
 from sparsejax.cache.evicted import EvictedPages, Recalled
 from sparsejax.cache.pages import PagePool
+from sparsejax.cache.radix_records import Lease, Match
 from sparsejax.geometry import Granularity
 from sparsejax.plans import CountTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
@@ -209,6 +210,14 @@ class RowPages:
         columns = np.minimum(before[..., None] + index, self.table.shape[-1] - 1)
         return np.where(index < pages[..., None], np.take_along_axis(self.table, columns, 2), np.int32(-1))
 
+    def adopt(self, pages: np.ndarray) -> None:
+        """Begins with full pages, int32 [layers, heads, n], whose owners keep them too. The row must be empty."""
+        self._pool.share(self.granularity, pages)
+        self.table = pages.astype(np.int32)
+        self.columns[:] = pages.shape[-1]
+        self.lengths[:] = pages.shape[-1] * self.page_size
+        self.count, self.room, self.shared = pages.size, 0, True
+
     def refresh_shared(self) -> None:
         """Looks whether another row really holds some of the pages."""
         self.shared = bool((self._pool.references(self.granularity, self.held()) > 1).any())
@@ -330,6 +339,9 @@ class Sequence:
       base: tokens of the prompt that were processed in earlier turns.
       begun: the chain's rows are the choice's own, if it has a chain.
       old_ledger: its tokens before the turn.
+      attached: tokens of the prompt whose rows it found in the radix cache when it last got a row.
+      lease, prefix_match, unconfirmed: more of that (see `radix_cache`): blocks that stay for it, what was found until
+        it has its row, and the tokens up to the end of each prompt chunk under way, by iteration.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.
       evicted: rows of the chain that compactions have dropped, in host memory.
       recall, loan: which of them the turn gets back, and the pages where these are (see `recall`).
@@ -375,12 +387,21 @@ class Sequence:
         self.checkpoint_at = self.kept_at = 0
         self.begun = False
         self.old_ledger = np.zeros(0, np.uint32)
+        self.attached = 0
+        self.lease: Lease | None = None
+        self.prefix_match: Match | None = None
+        self.unconfirmed: dict[int, int] = {}
         self.parked: ParkedRow | None = None
         self.evicted: tuple[EvictedPages, ...] = ()
         self.recall: Recalled | None = None
         self.loan: RowPages | None = None
         self.resident_tokens = 0  # as last known: kept for the stats when the pages are gone
         self.read_tokens = 0
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that were not computed in this turn."""
+        return max(self.base, self.attached)
 
     @property
     def decode_left(self) -> int:
@@ -463,7 +484,7 @@ class Sequence:
         first = now if self.first_token_s is None else self.first_token_s
         return RequestStats(
             prompt_tokens=len(self.group.prompt),
-            cached_tokens=self.base,
+            cached_tokens=self.reused,
             completion_tokens=len(self.output),
             queue_s=admitted - arrival,
             prefill_s=first - admitted,

@@ -342,6 +342,13 @@ class DeviceRunner:
         return self._program(("replay", name, bucket), lambda: self._describe_replay(name, bucket))
 
     @functools.cached_property
+    def _nothing(self) -> transfers.ParkedState:
+        """What a row has beside its pages when nothing was learned of it."""
+        row_aux = {name: np.zeros((a.shape[0], *a.shape[2:]), a.dtype) for name, a in self.state.row_aux.items()}
+        request_aux = {name: np.zeros(a.shape[1:], a.dtype) for name, a in self.state.request_aux.items()}
+        return jax.device_put(transfers.ParkedState(row_aux, request_aux))
+
+    @functools.cached_property
     def _sampling_modes(self) -> tuple[int | None, ...]:
         """`mode` of the sampling programs. A CPU branches for nothing, so there one program serves every batch."""
         return (None,) if jax.default_backend() == "cpu" else (GREEDY, SAMPLE, None)
@@ -584,7 +591,8 @@ class DeviceRunner:
         counts = np.zeros(self._limits.vocab_size, np.int32)
         counts[plan.seen] = IN_PROMPT
         numbers = plan.lengths.astype(np.int32), np.int32(len(plan.seen)), counts
-        args = np.int32(plan.row), plan.parked.payload, self._whole_table(method, plan.pages), *numbers
+        parked = self._nothing if plan.parked is None else plan.parked.payload
+        args = np.int32(plan.row), parked, self._whole_table(method, plan.pages), *numbers
         self.state = self._run("unpark_row", method, transfers.unpark_row, *args)
 
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:

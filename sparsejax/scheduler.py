@@ -167,6 +167,7 @@ class Scheduler(Lifecycle):
         now = self.clock()
         for seq in submitted:
             seq.computed += counts[id(seq)]
+            self.radix.submitted(seq, self.step_number)
             seq.served_s = now
             seq.phase_due = "chunk"
             if seq.prefilled:
@@ -309,7 +310,10 @@ class Scheduler(Lifecycle):
                 continue
             if not ok[i]:
                 self._finish(seq, "error", error=RuntimeError("the model produced non-finite logits for this request"))
-            elif position is not None and position >= len(seq.output):  # else a rebuilt row retraces its steps
+                continue
+            if launch.bucket is not None:
+                self.radix.confirm(seq, launch.step)
+            if position is not None and position >= len(seq.output):  # else a rebuilt row retraces its steps
                 if position > len(seq.output):
                     raise IntegrityError(f"token {len(seq.output)} of {seq.group.request_id} was lost")
                 self._deliver(seq, tokens[i], _logprobs(seq, result, i), now)

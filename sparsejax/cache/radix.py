@@ -133,9 +133,18 @@ class RadixIndex(RadixTree):
     # Leases.
 
     def lease(self, match: Match) -> Lease:
-        """Keeps what was found until `release`. Counts as a query. Raises StalePlanError."""
+        """Keeps what was found until `release`. Raises StalePlanError."""
         if match.version != self.changes:
             raise StalePlanError("a match is older than the tree")
+        for block in match.blocks:
+            self._hold(block, refs=1)
+        tainted = match.missing > 0 or match.tainted > 0
+        lease = Lease(match.scope, list(match.blocks), list(match.columns), len(match.pages), tainted)
+        self.leases[lease] = None
+        return lease
+
+    def note(self, match: Match) -> None:
+        """Counts a request that goes on from what was found, which makes its blocks worth more."""
         size, now = self.block_tokens, self._clock()
         self.counts["queries"] += 1
         self.counts["query_tokens"] += match.limit * size
@@ -146,11 +155,6 @@ class RadixIndex(RadixTree):
         for block in match.blocks:
             block.hits += 1
             block.used_s = now
-            self._hold(block, refs=1)
-        tainted = match.missing > 0 or match.tainted > 0
-        lease = Lease(match.scope, list(match.blocks), list(match.columns), len(match.pages), tainted)
-        self.leases[lease] = None
-        return lease
 
     def share(self, lease: Lease) -> Lease:
         """A second lease of the same path, for another row with the same pages."""
@@ -475,8 +479,11 @@ class RadixIndex(RadixTree):
             "roots": len(self.roots),
         }
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, leases: set[Lease] | None = None) -> None:
+        """Re-adds everything; `leases` are all that somebody has. Raises IntegrityError."""
         super().check_integrity()
+        if leases is not None and leases != self.leases.keys():
+            raise IntegrityError("a lease is lost, or has two owners")
         refs: dict[int, int] = {}
         pins: dict[int, int] = {}
         for lease in self.leases:

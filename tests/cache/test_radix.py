@@ -45,7 +45,9 @@ class Box:
 
     def begin(self, ids, scope: Scope = MINE, **options):
         match = self.index.match(scope, as_ids(ids), **options)
-        return match, self.index.lease(match)
+        lease = self.index.lease(match)
+        self.index.note(match)
+        return match, lease
 
     def publish(self, lease, ids) -> int:
         plan = self.index.plan_insert(lease, as_ids(ids))

@@ -214,6 +214,7 @@ class Machine(RuleBasedStateMachine):
         assert not (exact and (missing or tainted)), "an exact request gets exact rows"
         assert (match.miss is None) == (len(match.blocks) == match.limit)
         lease = self.index.lease(match)
+        self.index.note(match)
         for part in model.prefixes(found):
             model.entries[part].refs += 1
             model.entries[part].hits += 1

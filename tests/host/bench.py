@@ -129,6 +129,8 @@ class Bench:
         s = self.scheduler
         for chain in list(s.chains.index.chains.values()):
             s.chains.index.drop(chain, "test")
+        s.radix.index.evict(1 << 30)
+        assert not s.radix.index.num_blocks
         assert not s.memory.shelf
         under_way = s.chains.tiers.disk is not None and s.chains.tiers.disk.pending
         assert s.chains.host.used_bytes == 0 or under_way
@@ -154,6 +156,9 @@ def observe(scheduler: Scheduler) -> None:
         assert (pages.columns == -(-pages.lengths // geometry.page_size)).all(), "a row holds more than it needs"
         ids = pages.table[np.arange(pages.table.shape[-1]) < pages.columns[..., None]]
         width = geometry.head_pages_per_page(pages.granularity)
+        np.add.at(holders, ids[:, None] * width + np.arange(width), 1)
+    for granularity, ids in scheduler.radix.held():
+        width = geometry.head_pages_per_page(granularity)
         np.add.at(holders, ids[:, None] * width + np.arange(width), 1)
     np.add.at(free, pool._free[: pool._num_free, None] * whole + np.arange(whole), 1)
     for code, granularity in enumerate(Granularity):

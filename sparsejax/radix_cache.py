@@ -1,0 +1,193 @@
+"""Pages that requests with the same beginning share: how a row begins with them, and what it leaves for others.
+
+A choice attaches what is known of its prompt when it gets its row, not when it is queued: others that came with it may
+have computed the beginning meanwhile. It publishes whole pages once the program that computed them was collected with
+finite logits. Rows of decoded tokens are published at the end of the turn, if they are what a prompt chunk would have
+made of the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sparsejax.cache.chain import as_ids
+from sparsejax.cache.pages import IntegrityError
+from sparsejax.cache.radix import RadixIndex
+from sparsejax.cache.radix_records import Lease
+from sparsejax.cache.radix_tree import Scope
+from sparsejax.geometry import Granularity
+from sparsejax.launches import call_runner
+from sparsejax.memory import Memory
+from sparsejax.plans import Runner, UnparkRow
+from sparsejax.request import PrefixOptions
+from sparsejax.rows import RowPages, Sequence
+from sparsejax.settings import EngineSettings
+
+MAX_PINNED_SHARES = 0.5, 0.25
+"""Of the pool, pinned pages of all keys together may be so many, and those of one key."""
+
+_Pages = tuple[Granularity, np.ndarray]
+"""A payload of the index: the pages of all layers and heads in one column of a row's table, int32 [layers * heads]."""
+
+
+class RadixCache:
+    """The radix cache of one engine. The engine thread's.
+
+    Args:
+      runner: gives rows their pages.
+      memory: rows and pages.
+      settings: whether there is one.
+      clock: seconds, monotonic.
+      scope_of: what divides the rows of a method, salt and tenant from others.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        memory: Memory,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        scope_of: Callable[[str, str, str], Scope],
+    ) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._enabled = settings.prefix_cache
+        self._scope_of = scope_of
+        columns = memory.pool.num_sequence_pages - 1
+        most = tuple(int(share * columns) for share in MAX_PINNED_SHARES)
+        self.index = RadixIndex(memory.geometry.page_size, self._release, clock, max_pinned_pages=most)
+        memory.also_held = self.held
+
+    def _release(self, payload: _Pages) -> None:
+        self._memory.pool.free(*payload)
+
+    def held(self) -> Iterator[_Pages]:
+        """Every page that the index holds a reference of."""
+        for block in self.index.blocks():
+            yield from block.pages or ()
+
+    def _options(self, seq: Sequence) -> PrefixOptions | None:
+        request = seq.group.request
+        if not self._enabled or not seq.group.facts.pure_prefix:
+            return None
+        if request.prefix is None and request.chain is not None:
+            return PrefixOptions(request.chain.salt, request.chain.tenant)
+        return request.prefix
+
+    # A row begins.
+
+    def attach(self, seq: Sequence) -> None:
+        """Lets a choice without rows begin with what is known of its prompt. It needs a place for the rest only."""
+        options = self._options(seq)
+        chained = seq.chain is not None and (seq.base or seq.chain.payload is not None)
+        if options is None or chained or seq.pages is not None or seq.swapped is not None or seq.computed:
+            return
+        group = seq.group
+        end = group.fork_at or seq.prefill_len - group.min_final_chunk + 1
+        ids = as_ids(seq.tokens(0, end).astype(np.uint32))
+        match = self.index.match(self._scope_of(group.method, options.salt, options.tenant), ids, exact=options.exact)
+        seq.lease, seq.prefix_match = self.index.lease(match), match
+        if not match.blocks:
+            return
+        shape = self._memory.geometry.table_shape(group.facts.granularity)
+        ids_of_pages = [page for _, page in match.pages]
+        pages = RowPages(self._memory.pool, group.facts.granularity)
+        pages.adopt(np.stack(ids_of_pages, 1).reshape(*shape, -1) if ids_of_pages else np.zeros((*shape, 0), np.int32))
+        seq.pages = pages
+        seq.computed = seq.observed_from = seq.attached = len(match.blocks) * self.index.block_tokens
+
+    def detach(self, seq: Sequence) -> None:
+        """There was no place for the rest: all is as before `attach`."""
+        if seq.lease is None or seq.row:
+            return
+        if seq.attached and seq.pages is not None:
+            seq.pages.release()
+            seq.pages = None
+            seq.computed = seq.observed_from = 0
+        self.leave(seq)
+        seq.attached = 0
+
+    def begin(self, seq: Sequence) -> None:
+        """A choice got its row: what it has attached is its own now."""
+        match, seq.prefix_match = seq.prefix_match, None
+        if match is not None:
+            self.index.note(match)
+        elif seq.lease is not None:  # of its chain, whose last turn may have been taken back in part
+            self.index.trim(seq.lease, min(len(seq.lease.blocks), seq.base // self.index.block_tokens))
+        elif (options := self._options(seq)) and (not seq.base or seq.group.facts.pure_tokens):
+            scope = self._scope_of(seq.group.method, options.salt, options.tenant)
+            seq.lease = self.index.lease(self.index.match(scope, as_ids(())))
+        if match is not None and match.blocks:
+            assert seq.pages is not None
+            seen = seq.tokens(0, seq.attached)
+            plan = UnparkRow(seq.row, seq.pages.padded(-1), seq.pages.lengths.copy(), seen, None)
+            call_runner(self._runner.unpark, seq.group.method, plan)
+
+    def share(self, source: Sequence, target: Sequence) -> None:
+        """A choice goes on as a copy of another."""
+        target.attached = source.attached
+        if source.lease is not None:
+            target.lease = self.index.share(source.lease)
+
+    # What it leaves.
+
+    def submitted(self, seq: Sequence, step: int) -> None:
+        """A prompt chunk is under way."""
+        if seq.lease is not None:
+            seq.unconfirmed[step] = seq.computed
+
+    def confirm(self, seq: Sequence, step: int) -> None:
+        """A prompt chunk was collected, and is as it should be."""
+        end = seq.unconfirmed.pop(step, None)
+        if end is not None:
+            self._publish(seq, end)
+
+    def finish(self, seq: Sequence) -> None:
+        """No step of the choice is to come: what it has decoded may be published too, up to the last token but one."""
+        if seq.group.facts.pure_tokens and seq.output:
+            self._publish(seq, min(seq.computed, len(seq.group.prompt) + len(seq.output) - 1))
+
+    def _publish(self, seq: Sequence, end: int) -> None:
+        pages, lease = seq.pages, seq.lease
+        if pages is None or lease is None or end // self.index.block_tokens <= len(lease.blocks):
+            return
+        plan = self.index.plan_insert(lease, as_ids(seq.tokens(0, end).astype(np.uint32)))
+        payloads: list[Any] = []
+        for column in plan.wanted:
+            ids = pages.table[:, :, column].reshape(-1).copy()
+            self._memory.pool.share(pages.granularity, ids)
+            payloads.append((pages.granularity, ids))
+        self.index.insert(plan, payloads)
+
+    def leave(self, seq: Sequence) -> None:
+        """The choice has no row any more, or publishes no more. Idempotent."""
+        seq.unconfirmed.clear()
+        seq.prefix_match = None
+        if seq.lease is not None:
+            self.index.release(seq.lease)
+            seq.lease = None
+
+    # Room.
+
+    @property
+    def spare_pages(self) -> int:
+        """At most so many head-pages come free if all blocks go that nobody has."""
+        return self.index.free_pages * self._memory.geometry.head_pages_per_sequence_page
+
+    def reclaim(self) -> bool:
+        """Gives up blocks until a page is free. Returns False if nothing is left."""
+        pool = self._memory.pool
+        before = pool.free_head_pages
+        while pool.free_head_pages == before:
+            if not self.index.evict(1):
+                return False
+        return True
+
+    def check_integrity(self, leases: list[Lease]) -> None:
+        """Re-adds blocks and leases, of which these are all. Raises IntegrityError."""
+        if len(set(leases)) < len(leases):
+            raise IntegrityError("a lease has two owners")
+        self.index.check_integrity(set(leases))

@@ -1,0 +1,308 @@
+"""Named promises of the radix prefix cache on a mock runner: what a request begins with, and what it leaves.
+
+The numbers are those of the serving specification's list of contract tests. The mock reads back every stored row, and
+knows what the rows of a text must be, whoever computed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from sparsejax.mock import MockMethod
+from sparsejax.request import ChainOptions, PrefixOptions
+from sparsejax.settings import EngineSettings
+from tests.host.bench import Bench
+
+PAGE = 4
+PURE = MockMethod("dense")
+SELECTS = MockMethod("selects", selects=True)
+METHODS = (PURE, SELECTS, MockMethod("window", window=24, interval=8))
+ALL = PrefixOptions()
+POISON = 252
+
+
+class Shared(Bench):
+    """A bench whose requests share what they begin with, and that counts what is prefilled."""
+
+    def __init__(self, settings_: dict | None = None, **mock: object) -> None:
+        mock = {"methods": METHODS, "prefill_buckets": ((1, 16), (2, 16), (1, 64)), **mock}
+        super().__init__(EngineSettings(**{"prefix_cache": True, **(settings_ or {})}), **mock)
+        self.prefilled = 0
+        prefill = self.runner.prefill
+
+        def counted(method, rows):
+            self.prefilled += sum(len(row.tokens) for row in rows)
+            return prefill(method, rows)
+
+        self.runner.prefill = counted  # type: ignore[method-assign]
+        self.index = self.scheduler.radix.index
+
+    def submit(self, prompt, max_tokens=8, method=None, prefix=ALL, **params):  # type: ignore[override]
+        prepare = self.scheduler.prepare
+
+        def with_prefix(request, on_event):
+            return prepare(dataclasses.replace(request, prefix=prefix), on_event)
+
+        self.scheduler.prepare = with_prefix  # type: ignore[method-assign]
+        try:
+            return super().submit(prompt, max_tokens, method, **params)
+        finally:
+            self.scheduler.prepare = prepare  # type: ignore[method-assign]
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(self.where())
+
+    def serve(self, prompt, max_tokens=8, method=None, **params) -> int:
+        """A whole request, checked. Returns the tokens that it did not compute."""
+        before = self.prefilled
+        request_id = self.submit(list(prompt), max_tokens, method, **params)
+        self.run()
+        self.check_done(request_id)
+        cached = self.last(request_id).stats.cached_tokens
+        assert self.prefilled - before == len(prompt) - cached, "executed prefill is what was reported"
+        return cached
+
+
+def words(n: int, seed: int = 0) -> list[int]:
+    return [(seed * 31 + i * 7) % 250 for i in range(n)]
+
+
+@pytest.mark.parametrize("method", ["dense", "selects"])
+@pytest.mark.parametrize("n", [1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 75])
+def test_20_identical_prompts_reuse_whole_pages_before_the_last_token(n: int, method: str) -> None:
+    bench = Shared()
+    assert bench.serve(words(n), method=method) == 0
+    assert bench.serve(words(n), method=method) == (n - 1) // PAGE * PAGE
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("at", range(0, 40, 3))
+def test_21_reuse_ends_where_prompts_part_ways(at: int) -> None:
+    bench = Shared()
+    bench.serve(words(40))
+    other = words(40)
+    other[at] += 1
+    assert bench.serve([*other, 1]) == at // PAGE * PAGE
+    assert bench.serve([*words(40)[: at + 1], 251, 251]) == (at + 1) // PAGE * PAGE
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("other", [PrefixOptions(salt="s"), PrefixOptions(tenant="t"), None])
+def test_22_others_find_nothing(other: PrefixOptions | None) -> None:
+    bench = Shared()
+    bench.serve(words(40))
+    assert bench.serve(words(40), prefix=other) == 0
+    assert bench.serve(words(40), method="selects") == 0
+    assert bench.serve(words(40), method="window") == 0
+    assert bench.serve(words(40), method="window") == 0, "rows that may be evicted are no function of the text"
+    assert bench.serve(words(40)) == 36
+    bench.check_all_free()
+
+
+def test_22_without_the_setting_nothing_is_kept() -> None:
+    bench = Shared({"prefix_cache": False})
+    bench.serve(words(40))
+    assert bench.serve(words(40)) == 0
+    assert not bench.index.num_blocks
+    bench.check_all_free()
+
+
+def test_decoded_tokens_are_published_where_prompt_chunks_would_make_the_same() -> None:
+    for method, whole in (("dense", True), ("selects", False)):
+        bench = Shared()
+        request_id = bench.submit(words(10), 23, method)
+        bench.run()
+        longer = [*words(10), *bench.tokens(request_id), 1, 2, 3]
+        cached = bench.serve(longer, method=method)
+        assert cached == (28 if whole else 8), "up to the rows that were seen when the row was left"
+        bench.check_all_free()
+
+
+def test_40_running_requests_share_pages() -> None:
+    bench = Shared(num_rows=4)
+    bench.serve(words(40))
+    before = bench.scheduler.memory.pool.free_head_pages
+    slabs = bench.scheduler.limits.geometry.head_pages_per_sequence_page
+    both = [bench.submit([*words(36), 9, seed], 30, seed=seed) for seed in (1, 2)]
+    bench.step(3)
+    assert sorted(block.refs for block in bench.index.blocks()) == [0, 0, *[2] * 9], "the first request went on otherwise"
+    held = before - bench.scheduler.memory.pool.free_head_pages
+    assert held <= 2 * 2 * slabs, "two pages each, not eleven"
+    bench.run()
+    bench.check_done(*both)
+    assert [bench.last(r).stats.cached_tokens for r in both] == [36, 36]
+    bench.check_all_free()
+
+
+def test_36_37_blocks_make_room_and_admission_counts_what_is_attached() -> None:
+    bench = Shared(num_sequence_pages=1 + 24)  # 96 tokens
+    for seed in range(8):
+        bench.serve(words(40, seed))
+    assert bench.index.counts["evicted_blocks"] > 0
+    bench.serve(words(80))
+    assert bench.serve([*words(80), 5], 11) >= 76, "with what is attached it just fits"
+    bench.check_all_free()
+
+
+def test_48_a_row_that_lost_its_place_gets_the_same_tokens() -> None:
+    for swap_bytes in (0, 1 << 30):
+        bench = Shared({"swap_bytes": swap_bytes}, num_sequence_pages=1 + 40, num_rows=4)
+        bench.serve(words(40))
+        ids = [bench.submit([*words(40), seed], 60, seed=seed) for seed in range(3)]
+        for step in range(400):
+            if not bench.step():
+                break
+            if step % 7 == 3 and len(bench.scheduler.running) > 1:
+                bench.scheduler._preempt(bench.scheduler.running[-1])
+        bench.run()
+        bench.check_done(*ids)
+        bench.check_all_free()
+
+
+def test_choices_of_one_request_begin_with_the_same() -> None:
+    bench = Shared()
+    bench.serve(words(40))
+    request_id = bench.submit(words(40), 9, n=3)
+    before = bench.prefilled
+    bench.run()
+    bench.check_done(request_id)
+    assert bench.prefilled - before == 3 + 3, "up to the last token together, and that each for itself"
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("when", range(9))
+def test_51_cancelled_requests_leave_nothing_but_blocks(when: int) -> None:
+    bench = Shared({"max_inflight_steps": 3})
+    bench.serve(words(20))
+    request_id = bench.submit(words(75), 20)
+    bench.step(when)
+    bench.scheduler.cancel(request_id)
+    bench.run()
+    assert not bench.index.leases
+    bench.serve(words(75))
+    bench.check_all_free()
+
+
+def test_rows_that_are_not_finite_are_not_published() -> None:
+    bench = Shared({"max_inflight_steps": 3})
+    bench.runner.poison(POISON)
+    request_id = bench.submit([*words(20), POISON, *words(50, 2)], 9)
+    bench.run()
+    assert bench.reason(request_id) == "error"
+    blocks = list(bench.index.blocks())
+    assert all(POISON not in memoryview(block.key).cast("I").tolist() for block in blocks)
+    assert bench.serve([*words(20), 3]) <= 20
+    bench.check_all_free()
+
+
+# With chains.
+
+
+def test_2_22_a_new_conversation_begins_with_what_others_computed() -> None:
+    bench = Shared()
+    system = words(24)
+    first = bench.submit([*system, 1, 2, 3], 9, prefix=None, chain=ChainOptions())
+    bench.run()
+    second = bench.submit([*system, 4, 5, 6], 9, prefix=None, chain=ChainOptions())
+    bench.run()
+    bench.check_done(first, second)
+    reports = [bench.last(r).chain for r in (first, second)]
+    assert [r.status for r in reports] == ["created", "created"]
+    assert [r.reused_tokens for r in reports] == [0, 24]
+    assert reports[1].prefilled_tokens == 3
+    told = [event.chain.reused_tokens for event in bench.events[second] if event.chain is not None]
+    assert told[-1] == 24
+    talk = [*system, 4, 5, 6, *bench.tokens(second), 7]
+    third = bench.submit(talk, 9, prefix=None, chain=ChainOptions(reports[1].chain_id))
+    bench.run()
+    report = bench.last(third).chain
+    assert (report.status, report.prefilled_tokens) == ("resumed", 2)
+    bench.scheduler.chains.index.drop(bench.scheduler.chains.index.chains[report.chain_id], "deleted")
+    again = bench.submit([*talk, *bench.tokens(third), 8], 9, prefix=None, chain=ChainOptions(report.chain_id))
+    bench.run()
+    report = bench.last(again).chain
+    assert report.status == "recreated"
+    assert report.reused_tokens == (len(talk) + 8) // PAGE * PAGE, "its blocks outlive a chain"
+    bench.check_all_free()
+
+
+def test_idle_chains_keep_their_blocks() -> None:
+    bench = Shared(num_sequence_pages=1 + 40)
+    talk = bench.submit(words(60), 9, prefix=None, chain=ChainOptions())
+    bench.run()
+    bench.check_done(talk)
+    for seed in range(1, 6):
+        bench.serve(words(50, seed))
+    report = bench.last(talk).chain
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert chain.tier.name == "DEVICE", "blocks that nobody has go before a conversation"
+    assert bench.serve(words(60)) == 56
+    bench.check_all_free()
+
+
+# Everything at once.
+
+operations = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)),
+    st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)),
+    st.tuples(st.just("turn"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 9)),
+    st.tuples(st.just("advance"), st.integers(1, 12)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+    st.tuples(st.just("preempt"), st.integers(0, 5)),
+    st.tuples(st.just("evict"), st.integers(1, 9)),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(operations, min_size=20, max_size=40),
+    st.integers(30, 80),
+    st.integers(1, 4),
+    st.sampled_from([0, 4000, 1 << 30]),
+)
+def test_random_programs(program, pages: int, inflight: int, swap_bytes: int) -> None:
+    """Prompts with few beginnings, in any order: everybody gets the tokens that he would have got alone."""
+    settings_ = {"max_inflight_steps": inflight, "swap_bytes": swap_bytes, "chain_host_bytes": swap_bytes}
+    windows = dict.fromkeys(("decode_window_tokens", "max_decode_window_tokens"), 4)
+    bench = Shared({**settings_, **windows, "min_decode_window_tokens": 1}, num_sequence_pages=pages, num_rows=4)
+    ids: list[str] = []
+    for operation, *args in program:
+        if operation in ("submit", "turn"):
+            beginning, cut, max_tokens, twist = args
+            prompt = [*words(60, beginning % 2)[:cut], *words(5, beginning)]
+            if operation == "submit":
+                method = ["dense", "dense", "selects", "window"][twist]
+                ids.append(bench.submit(prompt, max_tokens, method))
+            else:
+                done = [r for r in ids if bench.events[r] and bench.reason(r) in ("stop", "length")]
+                if done:
+                    last = done[twist % len(done)]
+                    prompt = [*bench.requests[last].prompt_ids, *bench.tokens(last), *words(3, beginning)][:200]
+                ids.append(bench.submit(prompt, max_tokens, prefix=None, chain=ChainOptions()))
+        elif operation == "advance":
+            bench.step(args[0])
+        elif operation == "cancel" and ids:
+            bench.scheduler.cancel(ids[args[0] % len(ids)])
+        elif operation == "preempt" and bench.scheduler.running:
+            seq = bench.scheduler.running[args[0] % len(bench.scheduler.running)]
+            if not seq.phase_due:
+                bench.scheduler._preempt(seq)
+        elif operation == "evict":
+            bench.index.evict(args[0])
+            bench.check()
+    bench.run()
+    for request_id in ids:
+        reason = bench.reason(request_id)
+        alone, got = bench.alone(request_id), bench.tokens(request_id)
+        assert got == alone if reason in ("stop", "length") else got == alone[: len(got)]
+        if reason == "error":
+            assert "room" in str(bench.last(request_id).error) or "need" in str(bench.last(request_id).error)
+    assert not bench.index.leases or bench.scheduler.chains.index.chains
+    bench.check_all_free()
