@@ -386,7 +386,7 @@ class Lifecycle:
         try:
             if seq.chain is not None:
                 if reason != "error":
-                    self.radix.finish(seq)
+                    self.radix.finish(seq, visible)
                 self.chains.retire(seq, reason, visible)
         finally:
             if seq.swapped is not None:

@@ -8,12 +8,12 @@ made of the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from sparsejax.cache.chain import as_ids
+from sparsejax.cache.chain import as_ids, common_prefix
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.cache.radix import RadixIndex
 from sparsejax.cache.radix_records import Lease
@@ -77,18 +77,37 @@ class RadixCache:
             return PrefixOptions(request.chain.salt, request.chain.tenant)
         return request.prefix
 
+    def _scope(self, seq: Sequence, options: PrefixOptions) -> Scope:
+        return self._scope_of(seq.group.method, options.salt, options.tenant)
+
+    def follows(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """A choice without rows had better wait: one that runs computes more of its beginning than is known now."""
+        options = self._options(seq)
+        if options is None or not _fresh(seq):
+            return False
+        scope, size, mine, known = self._scope(seq, options), self.index.block_tokens, _beginning(seq), -1
+        for other in running:
+            lease = other.lease
+            if lease is None or lease.closed or lease.scope != scope or not (other.unconfirmed or not other.prefilled):
+                continue
+            theirs = other.tokens(0, min(other.prefill_len, len(mine) - 1) // size * size)
+            if not len(theirs) or (theirs[:size] != mine[:size]).any():
+                continue
+            if known < 0:
+                known = len(self.index.match(scope, as_ids(mine), exact=options.exact).blocks)
+            if common_prefix(theirs, mine) // size > known:
+                return True
+        return False
+
     # A row begins.
 
     def attach(self, seq: Sequence) -> None:
         """Lets a choice without rows begin with what is known of its prompt. It needs a place for the rest only."""
         options = self._options(seq)
-        chained = seq.chain is not None and (seq.base or seq.chain.payload is not None)
-        if options is None or chained or seq.pages is not None or seq.swapped is not None or seq.computed:
+        if options is None or not _fresh(seq):
             return
         group = seq.group
-        end = group.fork_at or seq.prefill_len - group.min_final_chunk + 1
-        ids = as_ids(seq.tokens(0, end).astype(np.uint32))
-        match = self.index.match(self._scope_of(group.method, options.salt, options.tenant), ids, exact=options.exact)
+        match = self.index.match(self._scope(seq, options), as_ids(_beginning(seq)), exact=options.exact)
         seq.lease, seq.prefix_match = self.index.lease(match), match
         if not match.blocks:
             return
@@ -118,8 +137,7 @@ class RadixCache:
         elif seq.lease is not None:  # of its chain, whose last turn may have been taken back in part
             self.index.trim(seq.lease, min(len(seq.lease.blocks), seq.base // self.index.block_tokens))
         elif (options := self._options(seq)) and (not seq.base or seq.group.facts.pure_tokens):
-            scope = self._scope_of(seq.group.method, options.salt, options.tenant)
-            seq.lease = self.index.lease(self.index.match(scope, as_ids(())))
+            seq.lease = self.index.lease(self.index.match(self._scope(seq, options), as_ids(())))
         if match is not None and match.blocks:
             assert seq.pages is not None
             seen = seq.tokens(0, seq.attached)
@@ -145,10 +163,14 @@ class RadixCache:
         if end is not None:
             self._publish(seq, end)
 
-    def finish(self, seq: Sequence) -> None:
-        """No step of the choice is to come: what it has decoded may be published too, up to the last token but one."""
+    def finish(self, seq: Sequence, visible: int | None = None) -> None:
+        """No step of the choice is to come: what it has decoded may be published too, up to the last token but one.
+
+        Of `visible` tokens of the output only the rows stay that its chain keeps: others will be written over.
+        """
+        shown = len(seq.output) - 1 if visible is None else min(visible, len(seq.output) - 1)
         if seq.group.facts.pure_tokens and seq.output:
-            self._publish(seq, min(seq.computed, len(seq.group.prompt) + len(seq.output) - 1))
+            self._publish(seq, min(seq.computed, len(seq.group.prompt) + shown))
 
     def _publish(self, seq: Sequence, end: int) -> None:
         pages, lease = seq.pages, seq.lease
@@ -191,3 +213,15 @@ class RadixCache:
         if len(set(leases)) < len(leases):
             raise IntegrityError("a lease has two owners")
         self.index.check_integrity(set(leases))
+
+
+def _fresh(seq: Sequence) -> bool:
+    """It has computed nothing, and goes on from no conversation."""
+    chained = seq.chain is not None and (seq.base > 0 or seq.chain.payload is not None)
+    return not (chained or seq.computed or seq.pages is not None or seq.swapped is not None)
+
+
+def _beginning(seq: Sequence) -> np.ndarray:
+    """Tokens of which all but one may be others', uint32."""
+    group = seq.group
+    return seq.tokens(0, group.fork_at or seq.prefill_len - group.min_final_chunk + 1).astype(np.uint32)

@@ -235,7 +235,7 @@ class Scheduler(Lifecycle):
             if not joins and seq.state is not State.SWAPPED:
                 continue
             if not seq.row:
-                if closed:
+                if closed or self.radix.follows(seq, self.running):
                     continue
                 if not self._guard(seq, self._admit):
                     # What frees up is owed to those who lost their place or waited long: nobody overtakes them then.
