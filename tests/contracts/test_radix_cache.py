@@ -282,6 +282,26 @@ def test_idle_chains_keep_their_blocks() -> None:
     bench.check_all_free()
 
 
+@pytest.mark.parametrize("visible", range(12))
+def test_60_a_turn_that_is_taken_back_in_part_writes_to_pages_of_its_own(visible: int) -> None:
+    bench = Shared()
+    talk = bench.submit(words(9), 30, prefix=None, chain=ChainOptions())
+    while len(bench.tokens(talk)) < 12:
+        bench.step()
+    bench.scheduler.stop(talk, 0, visible)
+    shown = bench.tokens(talk)[:visible]
+    report = bench.last(talk).chain
+    kept = bench.scheduler.chains.index.chains[report.chain_id].ledger.tolist()
+    assert kept == [*words(9), *shown]
+    reader = bench.submit([*words(9), *bench.tokens(talk), 7, 8], 20)
+    bench.step(2)
+    turn = bench.submit([*kept, 1, 2, 3], 9, prefix=None, chain=ChainOptions(report.chain_id, on_miss="error"))
+    bench.run()
+    bench.check_done(reader, turn)
+    assert bench.serve([*kept, 1, 2, 3]) == (len(kept) + 2) // PAGE * PAGE, "what the second turn has is found too"
+    bench.check_all_free()
+
+
 # Everything at once.
 
 operations = st.one_of(
