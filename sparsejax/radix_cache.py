@@ -57,7 +57,8 @@ class RadixCache:
         self._enabled = settings.prefix_cache
         self._scope_of = scope_of
         columns = memory.pool.num_sequence_pages - 1
-        most = tuple(int(share * columns) for share in MAX_PINNED_SHARES)
+        whole, each = MAX_PINNED_SHARES
+        most = int(whole * columns), int(each * columns)
         self.index = RadixIndex(memory.geometry.page_size, self._release, clock, max_pinned_pages=most)
         memory.also_held = self.held
 
