@@ -46,14 +46,14 @@ def run(case: Case, implementation: str) -> np.ndarray:
     return np.asarray(similarity(case.pools, view.table, view.offset, view.lengths))
 
 
-def check(case: Case, found: np.ndarray, limit: float) -> None:
+def check(case: Case, found: np.ndarray, limit: float, flipped: float) -> None:
     rows = case.keys.shape[2]
     wanted = reference.key_similarity(case.pools, case.names, case.view, 0.5, case.load_tile, jnp.int32(0))
     difference = np.abs(found[:, :rows] - np.asarray(wanted))
     # A cosine next to the threshold may fall on the other side: its row then drops another column.
     assert np.median(difference) < limit
     assert difference.max() < 1.1 / rows + 1e-4
-    assert (difference > 1e-4).mean() < 0.02 or rows < 100
+    assert (difference > 1e-4).mean() < flipped or rows < 100
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
@@ -62,7 +62,8 @@ def test_matches_the_oracle(shape, share):
     case = make(shape)
     case = case if shape.bits else alike(case, share)
     first = run(case, "triton")
-    check(case, first, 1e-4 if shape.codes else 1e-5)  # codes are decoded in bfloat16 here, in float32 there
+    # Codes are decoded in bfloat16 here, in float32 there: more cosines fall on the other side.
+    check(case, first, *((1e-4, 0.1) if shape.codes else (1e-5, 0.02)))
     rows = case.keys.shape[2]
     np.testing.assert_array_equal(first[:, :rows], run(case, "triton")[:, :rows])
 
