@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeVar
 
 from sparsejax import chain_reports
+from sparsejax.caches import Caches
 from sparsejax.chain_disk import CLOSE_S, Disk
 from sparsejax.chains import Chains
 from sparsejax.errors import EngineDeadError, QueueFullError, RequestError, ShuttingDownError
@@ -180,18 +181,22 @@ class Engine:
         """
         self._inbox.put(("stop", request_id, index, visible_tokens))
 
-    def ask(self, function: Callable[[Chains], T]) -> Future[T]:
-        """Has the engine thread call a function with the chains, between two steps: to list, drop, pin or move them.
+    def consult(self, function: Callable[[Caches], T]) -> Future[T]:
+        """Has the engine thread call a function with the caches, between two steps: to look at or change what is kept.
 
-        The answer fails with `EngineDeadError` if the engine does.
+        The answer fails with what the function raises, or with `EngineDeadError` if the engine does.
         """
         answer: Future[T] = Future()
         with self._lock:
             if self._failure is not None or self._health == "closed":
                 answer.set_exception(EngineDeadError("the engine has ended"))
             else:
-                self._inbox.put(("ask", function, answer))
+                self._inbox.put(("consult", function, answer))
         return answer
+
+    def ask(self, function: Callable[[Chains], T]) -> Future[T]:
+        """`consult`, of the chains alone: to list, drop, pin or move them."""
+        return self.consult(lambda caches: function(caches.chains))
 
     @property
     def snapshot(self) -> EngineSnapshot:
@@ -287,7 +292,7 @@ class Engine:
                 break
             if message[0] == "add":
                 self._scheduler.add(message[1])
-            elif message[0] == "ask":
+            elif message[0] == "consult":
                 message[2].set_exception(dead)
         self._scheduler.fail_all(dead)
         with self._lock:

@@ -22,6 +22,7 @@ import numpy as np
 from sparsejax import recall
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
+from sparsejax.caches import Caches
 from sparsejax.chain_disk import Disk
 from sparsejax.chain_rows import DeviceRows
 from sparsejax.chains import Chains
@@ -137,12 +138,17 @@ class Lifecycle:
         if group and 0 <= index < len(group.choices):
             self._finish(group.choices[index], "stop", visible=visible_tokens)
 
-    def ask(self, function: Callable[[Chains], Any], answer: Future[Any]) -> None:
-        """Calls a function with the chains and answers what it returns or raises."""
+    @property
+    def caches(self) -> Caches:
+        """What is kept between requests."""
+        return Caches(self.chains, self.radix)
+
+    def consult(self, function: Callable[[Caches], Any], answer: Future[Any]) -> None:
+        """Calls a function with the caches and answers what it returns or raises."""
         if not answer.set_running_or_notify_cancel():
             return  # nobody waits any more
         try:
-            answer.set_result(function(self.chains))
+            answer.set_result(function(self.caches))
         except Exception as error:
             answer.set_exception(error)
 
