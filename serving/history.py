@@ -96,7 +96,7 @@ class Conversation:
 
     def sealed(self, tokenizer: Tokenizer, after: int | None = None) -> tuple[str, int | None]:
         """Its text, and where in it the answer `messages[after]` ends, or None if that can't be said."""
-        text, end = self._render(tokenizer, after=after)
+        text, end = self.render(tokenizer, after=after)
         if after is None or not self.messages[after].get("tool_calls"):
             return text, end
         # Tool calls are written behind the content, in the template's own way, up to the end of the message.
@@ -105,7 +105,7 @@ class Conversation:
             return text, min((at for mark in marks if (at := text.find(mark, end)) >= 0), default=None)
         # Templates write a content of nothing otherwise than one of something: look from the other side.
         if after + 1 < len(self.messages):
-            _, end = self._render(tokenizer, before=after + 1)
+            _, end = self.render(tokenizer, before=after + 1)
         elif not self.variables.get("continue_final_message"):
             end = len(text)
         ends = [text.rfind(mark, 0, end) for mark in marks] if end is not None else []
@@ -115,7 +115,8 @@ class Conversation:
         is_answer = found >= 0 and str(last_call.get("name")) in text[max(0, start) : found]
         return text, found if is_answer else None
 
-    def _render(self, tokenizer: Tokenizer, **place: int | None) -> tuple[str, int | None]:
+    def render(self, tokenizer: Tokenizer, **place: int | None) -> tuple[str, int | None]:
+        """Its sealed text, and where in it the content of message `after` ends or that of message `before` begins."""
         return tokenizer.render_chat_sealed(
             self.messages, add_generation_prompt=self.add_generation_prompt, **place, **self.variables
         )

@@ -69,7 +69,7 @@ class LedgerText:
           (ids kept, bytes of the text that those from `start` cover, ids before the first difference).
         """
         first = int(self.offsets[start])
-        same = _common(np.frombuffer(self.data, np.uint8)[first:], np.frombuffer(text, np.uint8))
+        same = common_bytes(memoryview(self.data)[first:], text)
         whole = int(np.searchsorted(self.offsets, first + same, "right")) - 1
         places = self.offsets[start : whole + 1] - first
 
@@ -193,6 +193,11 @@ def encode_behind(tokenizer: Sealing, kept: np.ndarray, text: str) -> list[int] 
         return ids[1:] if ids[:1] == [last] else None
     ids = tokenizer.encode_sealed(text)
     return ids if b"".join(map(tokenizer.sealed_bytes, ids)) == text.encode() else None
+
+
+def common_bytes(a: bytes | memoryview, b: bytes | memoryview) -> int:
+    """Bytes that two texts have in common from the start."""
+    return _common(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
