@@ -7,11 +7,12 @@ import dataclasses
 import logging
 
 from sparsejax.cache.chain import ChainState, Tier
+from sparsejax.cache.evicted import EvictedStore
 from sparsejax.chain_rows import DeviceRows
 from sparsejax.chain_tiers import Tiers
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import RunnerLimits
-from sparsejax.request import ChainReport
+from sparsejax.request import ChainReport, RecallReport
 from sparsejax.rows import Sequence
 
 log = logging.getLogger("sparsejax.chains")
@@ -83,6 +84,23 @@ def begun(seq: Sequence, metrics: EngineMetrics) -> None:
     elif seq.chain_status == "recreated":
         # Its client had a chain, so all but the newest message was computed before.
         metrics.chain_tokens_recomputed.inc(len(seq.group.prompt), reason=seq.chain_miss or "unknown")
+
+
+def recalled(found: RecallReport | None, metrics: EngineMetrics) -> None:
+    """A turn is over: counts what it got back of the rows that its method had dropped."""
+    if found is None:
+        return
+    metrics.recall_turns.inc(outcome=(found.reason or ("lent" if found.lent_pages else "none")).replace(" ", "_"))
+    metrics.recall_lent_pages.inc(found.lent_pages)
+    metrics.recall_bytes.inc(found.bytes_moved)
+    if found.lent_pages:
+        metrics.recall_seconds.observe(found.seconds)
+
+
+def recall_gauges(store: EvictedStore, metrics: EngineMetrics) -> None:
+    """The host memory of dropped rows."""
+    metrics.recall_stored_bytes.set(store.used_bytes)
+    metrics.recall_lost_pages.set_total(store.lost_pages)
 
 
 def gauges(tiers: Tiers, limits: RunnerLimits, metrics: EngineMetrics, taken: int) -> None:

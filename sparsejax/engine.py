@@ -314,6 +314,7 @@ class Engine:
                 self._gauges_s = now
                 taken = pool.num_head_pages - pool.free_head_pages
                 chain_reports.gauges(scheduler.chains.tiers, self.limits, metrics, taken)
+                chain_reports.recall_gauges(scheduler.recall.store, metrics)
         self._snapshot = snapshot = EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import recall
+from sparsejax import chain_reports, recall
 from sparsejax.admission import admissible
 from sparsejax.cache.pages import IntegrityError, PageError, PoolExhaustedError
 from sparsejax.caches import Caches
@@ -409,6 +409,7 @@ class Lifecycle:
                 self._mean_output_tokens += 0.1 * (len(seq.output) - self._mean_output_tokens)
             self.metrics.finished(group.request, seq.index, reason, stats)
             report = self.chains.report(seq) if seq.chain is not None else None
+            chain_reports.recalled(report.recall if report is not None else None, self.metrics)
             self.recall.forget(seq)
             event = TokenEvent(group.request_id, seq.index, tokens, logprobs, reason, stop_reason, error, stats, report)
             self._emit(group, event)

@@ -142,6 +142,16 @@ class EngineMetrics:
             _TIME_BUCKETS,
             "tier",
         )
+        self.recall_turns = Counter(
+            "recall_turns", "Turns that asked for dropped rows: lent some, none, or why less than asked for", "outcome"
+        )
+        self.recall_lent_pages = Counter("recall_lent_pages", "Dropped pages that were lent to turns")
+        self.recall_bytes = Counter("recall_bytes", "Bytes copied to the device to score and lend dropped rows")
+        self.recall_seconds = Histogram(
+            "recall_seconds", "From the beginning of a turn until its dropped rows were there", _TIME_BUCKETS
+        )
+        self.recall_stored_bytes = Gauge("recall_stored_bytes", "Host memory that dropped rows take")
+        self.recall_lost_pages = Counter("recall_lost_pages", "Dropped pages given up for want of host memory")
 
         def seconds(name: str, help: str) -> Histogram:
             return Histogram(name, help, _TIME_BUCKETS)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from sparsejax import chain_reports
 from sparsejax.cache.chain import Chain, ChainState, Tier
 from sparsejax.cache.evicted import EvictedPages, EvictedStore, best_first, joined_votes
 from sparsejax.errors import RequestError
 from sparsejax.launches import RunnerError
-from sparsejax.mock import METHODS, ContractError, MockMethod, mix
+from sparsejax.mock import METHODS, ContractError, MockMethod
+from sparsejax.mock_stamps import next_stamp
 from sparsejax.plans import FrontRow
 from sparsejax.recall import SpillingFacts, whole_pages
 from sparsejax.request import ChainOptions
@@ -36,7 +38,7 @@ def history_stamps(ids: list[int]) -> list[int]:
     """What the mock stores for each token."""
     stamps, last = [], 0
     for i, token in enumerate(ids):
-        last = mix(last, token, i)
+        last = next_stamp(last, token, i)
         stamps.append(last)
     return stamps
 
@@ -384,6 +386,26 @@ def test_host_memory_is_a_budget() -> None:
     assert store.used_bytes <= store.capacity_bytes
     talk.end()
     assert store.used_bytes == 0
+
+
+def test_what_turns_get_back_is_counted() -> None:
+    talk = talk_of("all", EngineSettings(recall_host_bytes=64 * 4 * 20))
+    metrics = talk.bench.scheduler.metrics
+    chains = [talk.turn(words(61, n), 9, "window")[1] for n in range(4)]
+    assert metrics.recall_turns.samples() == [("none", 4)]
+    assert metrics.recall_seconds.count() == 0
+    reports = []
+    for chain in (chains[-1], chains[0]):
+        reports.append(talk.turn([*chain.ledger.tolist(), 3], 9, "window", chain.chain_id)[0].recall)
+    assert dict(metrics.recall_turns.samples()) == {"none": 4, "lent": 1, "lost": 1}
+    for counter, field in ((metrics.recall_lent_pages, "lent_pages"), (metrics.recall_bytes, "bytes_moved")):
+        assert counter.value() == sum(getattr(report, field) for report in reports) > 0
+    assert metrics.recall_seconds.count() == sum(report.lent_pages > 0 for report in reports)
+    chain_reports.recall_gauges(talk.chains.recall.store, metrics)
+    assert 0 < metrics.recall_stored_bytes.value() <= 64 * 4 * 20
+    assert metrics.recall_lost_pages.value() > 0
+    talk.turn(words(9), 3, "dense")
+    assert sum(count for _, count in metrics.recall_turns.samples()) == 7, "every turn that asked for it"
 
 
 def test_pages_that_are_lost_while_they_are_lent_stay_with_their_turn() -> None:
