@@ -1,9 +1,9 @@
 """The radix prefix cache: which rows of earlier requests stand for the beginning of a prompt.
 
 A method whose rows are a function of the tokens before them makes the same pages for the same beginning, so they are
-stored once and read by everybody who may see them. This module owns identity, leases, pins and the order of loss,
-never rows: payloads are opaque. What changes something is planned first (`match`, `plan_insert`, `plan_cut`) and
-applied then, or refused with nothing changed.
+stored once and read by everybody who may see them. This module owns identity and leases, never rows: payloads are
+opaque. What changes something is planned first (`match`, `plan_insert`, `plan_cut`) and applied then, or refused with
+nothing changed.
 
 A match is a path of whole blocks. Its `pages`, laid side by side, are what a row begins with. There are fewer of them
 than blocks where pruning has taken rows; positions go on as if they were there.
@@ -12,43 +12,37 @@ than blocks where pruning has taken rows; positions go on as if they were there.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from sparsejax.cache.chain import as_ids, common_prefix
+from sparsejax.cache.chain import common_prefix
 from sparsejax.cache.chain_miss import COLD, Miss
 from sparsejax.cache.pages import IntegrityError
+from sparsejax.cache.radix_keep import RadixKeeper
 from sparsejax.cache.radix_prune import RangeRows, normal_ranges
-from sparsejax.cache.radix_records import Insertion, Lease, Match, Pin, StalePlanError
-from sparsejax.cache.radix_tree import Block, Cut, RadixTree, Scope, chained, up
-from sparsejax.errors import PinRefusedError, PrefixNotFoundError, PruneError
+from sparsejax.cache.radix_records import Insertion, Lease, Match, StalePlanError
+from sparsejax.cache.radix_tree import Block, Cut, Scope, chained, up
+from sparsejax.errors import PruneError
 
 _MOST_SIBLINGS = 64
 """So many texts that part ways at one place are compared, to say where."""
 _MOST_ROOTS = 64
 
 
-class RadixIndex(RadixTree):
-    """Finds, publishes, keeps and prunes.
+class RadixIndex(RadixKeeper):
+    """Finds, publishes and prunes.
 
-    Args beyond those of `RadixTree`:
+    Args beyond those of `RadixKeeper`:
       max_blocks: of the whole tree; beyond it old ones go.
-      max_pinned_pages: of all tenants together, and of each.
     """
 
-    def __init__(
-        self, *args: Any, max_blocks: int = 1 << 20, max_pinned_pages: tuple[int, int] = (0, 0), **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, max_blocks: int = 1 << 20, **options: Any) -> None:
         super().__init__(*args, **options)
         self.max_blocks = max_blocks
-        self.max_pinned_pages = max_pinned_pages
         self.leases: dict[Lease, None] = {}
-        self._pins: list[tuple[float, int, Pin]] = []
-        self._numbers = itertools.count()
 
     # Finding.
 
@@ -100,12 +94,6 @@ class RadixIndex(RadixTree):
         size, at = self.block_tokens, len(match.blocks)
         key = np.ascontiguousarray(ids[at * size : (at + 1) * size], "<u4").tobytes()
         return node is not None and key in node.children
-
-    def _keys(self, ids: np.ndarray, whole: bool) -> list[bytes]:
-        size = self.block_tokens
-        count = max(0, len(ids) - (0 if whole else 1)) // size
-        data, step = np.ascontiguousarray(as_ids(ids)[: count * size], "<u4").tobytes(), 4 * size
-        return [data[at : at + step] for at in range(0, count * step, step)]
 
     def _why(self, scope: Scope, keys: list[bytes], path: list[Block], best: int, ids: np.ndarray) -> Miss:
         """Why a match ends after `best` blocks, of which all in `path` are of these tokens."""
@@ -297,104 +285,6 @@ class RadixIndex(RadixTree):
             if not room:
                 self._shed(base)
         return room
-
-    # Keeping.
-
-    def path(self, scope: Scope, ids: np.ndarray) -> tuple[Block, ...]:
-        """The blocks of exactly these tokens, up to the last whole block, with rows or without.
-
-        Raises:
-          PrefixNotFoundError: they are not all there.
-        """
-        keys, node, path = self._keys(ids, True), self.roots.get(scope.seed), []
-        for key in keys:
-            node = None if node is None else node.children.get(key)
-            if node is None:
-                break
-            path.append(node)
-        if not path or len(path) < len(keys):
-            size = self.block_tokens
-            raise PrefixNotFoundError(
-                f"the prefix cache has {len(path) * size} of the {len(keys) * size} tokens (whole blocks of {size})"
-            )
-        return tuple(path)
-
-    def pin(self, scope: Scope, ids: np.ndarray, ttl_s: float) -> Pin:
-        """Keeps a path for so many seconds.
-
-        Raises:
-          PrefixNotFoundError: it is not there.
-          PinRefusedError: pins would hold more pages than they may.
-        """
-        self.expire_pins()
-        path = self.path(scope, ids)
-        more = sum(len(block.pages or ()) for block in path if not block.pins)
-        whole, each = self.max_pinned_pages
-        mine, everybody = self.pinned_pages[scope.tenant] + more, self.pinned_pages.total() + more
-        if mine > each or everybody > whole:
-            raise PinRefusedError(
-                f"pinned prefixes would hold {mine} pages of this key and {everybody} in all; "
-                f"{each} and {whole} are allowed"
-            )
-        for block in path:
-            self._hold(block, pins=1)
-        pin = Pin(path, self._clock() + ttl_s)
-        heapq.heappush(self._pins, (pin.until_s, next(self._numbers), pin))
-        return pin
-
-    def unpin(self, pin: Pin) -> None:
-        """Ends a pin. Idempotent."""
-        if pin.ended:
-            return
-        pin.ended = True
-        self._pins = [entry for entry in self._pins if entry[2] is not pin]
-        heapq.heapify(self._pins)
-        for block in reversed(pin.blocks):
-            self._hold(block, pins=-1)
-        self._settle(pin.blocks[-1])
-
-    def expire_pins(self) -> None:
-        """Ends pins whose time is over."""
-        now = self._clock()
-        while self._pins and self._pins[0][0] <= now:
-            self.unpin(self._pins[0][2])
-
-    def set_retention(self, scope: Scope, ids: np.ndarray, retention: int) -> int:
-        """Puts the last block of a path and all below it in a class: higher ones stay longer. Returns how many.
-
-        Raises PrefixNotFoundError.
-        """
-        stack, count = [self.path(scope, ids)[-1]], 0
-        while stack:
-            block = stack.pop()
-            block.retention = retention
-            self._offer(block)
-            count += 1
-            stack.extend(block.children.values())
-        return count
-
-    def delete(self, scope: Scope, ids: np.ndarray) -> tuple[int, dict[str, int]]:
-        """Gives up the last block of a path and all below it that nobody holds, deepest first.
-
-        Returns how many blocks went, and why others did not: how many are "leased" or "pinned", or have such below.
-
-        Raises PrefixNotFoundError.
-        """
-        order, stack = [], [self.path(scope, ids)[-1]]
-        while stack:
-            order.append(stack.pop())
-            stack.extend(order[-1].children.values())
-        before = self.num_blocks
-        for block in sorted(order, key=lambda block: (-block.depth, block.digest)):
-            if block.alive and not block.children and not block.held:
-                self._remove(block)
-        left = [block for block in order if block.alive]
-        leased, pinned = sum(b.refs > 0 for b in left), sum(b.pins > 0 for b in left)
-        return before - self.num_blocks, {"leased": leased, "pinned": pinned}
-
-    def evict(self, pages: int) -> int:
-        self.expire_pins()
-        return super().evict(pages)
 
     # Pruning.
 
