@@ -394,9 +394,9 @@ def test_what_turns_get_back_is_counted() -> None:
     chains = [talk.turn(words(61, n), 9, "window")[1] for n in range(4)]
     assert metrics.recall_turns.samples() == [("none", 4)]
     assert metrics.recall_seconds.count() == 0
-    reports = []
-    for chain in (chains[-1], chains[0]):
-        reports.append(talk.turn([*chain.ledger.tolist(), 3], 9, "window", chain.chain_id)[0].recall)
+    returning = (chains[-1], chains[0])
+    turns = [talk.turn([*chain.ledger.tolist(), 3], 9, "window", chain.chain_id) for chain in returning]
+    reports = [report.recall for report, _ in turns]
     assert dict(metrics.recall_turns.samples()) == {"none": 4, "lent": 1, "lost": 1}
     for counter, field in ((metrics.recall_lent_pages, "lent_pages"), (metrics.recall_bytes, "bytes_moved")):
         assert counter.value() == sum(getattr(report, field) for report in reports) > 0
