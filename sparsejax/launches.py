@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsejax.cache.evicted import PageScores, ScoreTicket
 from sparsejax.errors import RequestError
-from sparsejax.plans import CountTicket, StepResult, Ticket
+from sparsejax.plans import ArrayTicket, StepResult, Ticket
 from sparsejax.prefill import Bucket
 from sparsejax.rows import Sequence
 
@@ -41,7 +41,7 @@ class Launch:
     """
 
     step: int
-    ticket: Ticket | CountTicket | ScoreTicket
+    ticket: Ticket | ArrayTicket | ScoreTicket
     rows: tuple[tuple[Sequence, int | None], ...]
     submitted_s: float
     bucket: Bucket | None
@@ -67,7 +67,7 @@ class Launches:
     def add(
         self,
         step: int,
-        ticket: Ticket | CountTicket | ScoreTicket,
+        ticket: Ticket | ArrayTicket | ScoreTicket,
         rows: list[tuple[Sequence, int | None]],
         bucket: Bucket | None,
     ) -> None:

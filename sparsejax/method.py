@@ -416,6 +416,11 @@ class Method:
         return self.pure_prefix and self.select is None
 
     @property
+    def whole_pages(self) -> bool:
+        """Decoded tokens choose pages, so the rows of a page belong together."""
+        return self.select is not None
+
+    @property
     def rollback(self) -> bool:
         """Only their own rows know of the newest tokens."""
         return all(hook is None for hook in (self.on_write, self.observe, self.on_decoded, self.on_hidden))

@@ -18,7 +18,9 @@ import numpy as np
 from sparsejax.cache.evicted import EvictedPages, PageScores
 from sparsejax.errors import RequestError
 from sparsejax.geometry import Geometry, Granularity
+from sparsejax.mock_prune import MockPrune
 from sparsejax.mock_recall import MockRecall
+from sparsejax.mock_stamps import mix, next_stamp, positions_of
 from sparsejax.plans import (
     CountRow,
     DecodeRow,
@@ -27,12 +29,15 @@ from sparsejax.plans import (
     LendPages,
     MaintainRow,
     MethodFacts,
+    PackRows,
     ParkedRow,
     PrefillRow,
     ProbeRow,
     ReplayRow,
+    RowScores,
     RunnerLimits,
     SamplingRow,
+    ScoreRow,
     StepResult,
     SwappedRow,
     UnparkRow,
@@ -46,21 +51,11 @@ Script = Callable[[Sequence[int], int, int], int]
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
-_MASK = (1 << 64) - 1
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 
 
 class ContractError(AssertionError):
     """A plan broke the contract of `sparsejax.plans`."""
-
-
-def mix(*values: int) -> int:
-    """A 63-bit hash of integers; the same in every process."""
-    state = 0x243F6A8885A308D3
-    for value in values:
-        state = ((state ^ (value & _MASK)) * 0x9E3779B97F4A7C15) & _MASK
-        state ^= state >> 29
-    return state >> 1
 
 
 def hash_script(history: Sequence[int], position: int, seed: int) -> int:
@@ -120,6 +115,10 @@ class MockMethod:
     @property
     def pure_tokens(self) -> bool:
         return self.pure_prefix and not self.selects
+
+    @property
+    def whole_pages(self) -> bool:
+        return self.selects
 
     @property
     def replays_prompts(self) -> bool:
@@ -314,6 +313,7 @@ class MockRunner:
         self._poisoned: set[int] = set()
         self._refused: set[int] = set()
         self.recall = MockRecall(self)
+        self.prune = MockPrune(self)
         self.calls: dict[str, int] = {}
         self.log: list[tuple] = []
 
@@ -596,7 +596,7 @@ class MockRunner:
         row.stamps = [[s[: len(s) - tokens] for s in layer] for layer in row.stamps]
         row.last_stamp = 0
         for i, token in enumerate(row.history):
-            row.last_stamp = mix(row.last_stamp, token, i)
+            row.last_stamp = next_stamp(row.last_stamp, token, i)
         self._leave("trim")
         return ParkedRow(row, parked.nbytes)
 
@@ -604,7 +604,7 @@ class MockRunner:
         self._enter("unpark")
         self._require(plan.row in self._stops, f"row {plan.row} was not set up")
         seen = plan.seen.tolist()
-        row = self._shared(method, seen) if plan.parked is None else plan.parked.payload.copy()
+        row = self._shared(method, plan) if plan.parked is None else plan.parked.payload.copy()
         self._require(row.method == method, "a parked row came back under another method")
         self._require(plan.seen.dtype == np.int32 and seen == row.history, "other tokens were seen")
         lengths = self._lengths(row)
@@ -618,16 +618,45 @@ class MockRunner:
         self._rows[plan.row] = row
         self._leave("unpark")
 
-    def _shared(self, method: str, seen: list[int]) -> _Row:
-        """A row as its method makes it of these tokens, whoever computed them."""
-        self._require(self._limits.methods[method].pure_prefix, f"rows of {method} are no function of the tokens")
+    def _shared(self, method: str, plan: UnparkRow) -> _Row:
+        """A row as its method makes it of these tokens, whoever computed them, on the rows that are left of them."""
+        self._pure(method)
         row, stamps = self._empty(method), []
-        for token in seen:
-            row.last_stamp = mix(row.last_stamp, token, len(row.history))
+        for token in plan.seen.tolist():
+            row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
             row.history.append(token)
             stamps.append(row.last_stamp)
-        row.stamps = [[np.array(stamps, np.int64) for _ in layer] for layer in row.stamps]
+        rows = np.array(stamps, np.int64)
+        length = int(plan.lengths.max())
+        if length < len(rows):
+            pages = plan.pages[..., : self._limits.geometry.pages(length)]
+            positions = positions_of(self.prune.stamps(row.granularity, pages, length))
+            self._require(bool((positions < len(rows)).all()), f"row {plan.row} has rows of tokens it has not seen")
+            rows = rows[positions]
+        row.stamps = [[rows.copy() for _ in layer] for layer in row.stamps]
         return row
+
+    def _pure(self, method: str) -> None:
+        self._require(self._limits.methods[method].pure_prefix, f"rows of {method} are no function of the tokens")
+
+    def score_rows(self, method: str, plan: ScoreRow, scores: RowScores | None) -> RowScores:
+        self._enter("score_rows")
+        self._pure(method)
+        scores = self.prune.probe(self._limits.methods[method].granularity, plan, scores)
+        self._device_free_s = max(self.clock(), self._device_free_s) + self.step_s + self.token_s * len(plan.tokens)
+        self._leave("score_rows")
+        return scores
+
+    def read_scores(self, scores: RowScores) -> MockTicket[np.ndarray]:
+        fault = self._enter("read_scores")
+        self._leave("read_scores")
+        return MockTicket(fault or scores.payload.copy(), self._device_free_s, self._gate, self)
+
+    def pack_rows(self, method: str, plan: PackRows) -> None:
+        self._enter("pack_rows")
+        self._pure(method)
+        self.prune.pack(self._limits.methods[method].granularity, plan)
+        self._leave("pack_rows")
 
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
         self._enter("export_parked")
@@ -740,7 +769,7 @@ class MockRunner:
         self._update_table(row, updates)
         stamps = []
         for token in tokens:
-            row.last_stamp = mix(row.last_stamp, token, len(row.history))
+            row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
             row.history.append(token)
             stamps.append(row.last_stamp)
         before = self._lengths(row)

@@ -170,7 +170,8 @@ class UnparkRow:
       pages: int32 [layers, heads, columns], -1 where a head has fewer.
       lengths: rows held, int32 [layers, heads].
       seen: int32, the tokens processed so far; all count as prompt.
-      parked: from `park` or `import_parked`. None for a row that keeps nothing beside its pages (`pure_prefix`).
+      parked: from `park` or `import_parked`. None for a row that keeps nothing beside its pages (`pure_prefix`): of
+        these a row may lie on fewer rows than were seen, where some were pruned.
     """
 
     row: int
@@ -236,6 +237,49 @@ class FrontRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoreRow:
+    """Run tokens behind some rows for the sake of their queries, and score these rows by them.
+
+    No row takes part, so nothing is left of the tokens. Of methods that keep nothing beside their pages
+    (`pure_prefix`).
+
+    Attributes:
+      pages: int32 [layers, heads, columns], full pages: all rows that the tokens see beside each other, in their order.
+      scratch: int32 [layers, heads, n], pages that no row has, enough for the tokens. They may be somebody else's as
+        soon as this plan was submitted.
+      tokens: int32 [n], no more than the longest prefill program takes.
+      position: of the first token, above those of all rows.
+    """
+
+    pages: np.ndarray
+    scratch: np.ndarray
+    tokens: np.ndarray
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScores:
+    """Scores by row index, on the device: opaque and immutable."""
+
+    payload: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PackRows:
+    """Copy some rows of full pages to others, with all that is kept of them; what is kept of each page is built anew.
+
+    Attributes:
+      source: int32 [layers, heads, n], pages in the order of their rows.
+      rows: int32 [k * page_size], ascending: indexes of the rows to copy, the same in all layers and heads.
+      target: int32 [layers, heads, k], pages that no row has.
+    """
+
+    source: np.ndarray
+    rows: np.ndarray
+    target: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
     """Outputs of one step on the host, in the order of the submitted rows.
 
@@ -265,15 +309,15 @@ class Ticket(Protocol):
         ...
 
 
-class CountTicket(Protocol):
-    """Counts under way."""
+class ArrayTicket(Protocol):
+    """An array under way."""
 
     def is_ready(self) -> bool:
         """True if `result` would not wait."""
         ...
 
     def result(self) -> np.ndarray:
-        """Waits; rows to keep, int32 [layers, heads]."""
+        """Waits for this array only."""
         ...
 
 
@@ -305,6 +349,11 @@ class MethodFacts(Protocol):
     @property
     def pure_tokens(self) -> bool:
         """So are those of decoded tokens."""
+        ...
+
+    @property
+    def whole_pages(self) -> bool:
+        """Decoded tokens choose pages, so the rows of a page belong together."""
         ...
 
     @property
@@ -423,7 +472,9 @@ class Runner(Protocol):
         """Runs one replay. Its result has a single row without a token."""
         ...
 
-    def count(self, method: str, plan: CountRow) -> CountTicket: ...
+    def count(self, method: str, plan: CountRow) -> ArrayTicket:
+        """Gives int32 [layers, heads], rows to keep."""
+        ...
 
     def maintain(self, method: str, plan: MaintainRow) -> tuple[EvictedPages, ...]:
         """Compacts a row. Returns the dropped rows where the plan asks for them, on their way to the host."""
@@ -487,3 +538,13 @@ class Runner(Protocol):
     def copy_pages(self, method: str, copies: tuple[tuple[int, int], ...]) -> None:
         """Copies pages (from, to) of the method's granularity with all that is kept beside their rows."""
         ...
+
+    def score_rows(self, method: str, plan: ScoreRow, scores: RowScores | None) -> RowScores:
+        """The largest attention that any query pays to each row in any layer and head, or that it had in `scores`."""
+        ...
+
+    def read_scores(self, scores: RowScores) -> ArrayTicket:
+        """Gives float32 [max_pages * page_size]: in [0, 1], by index among the rows of a `ScoreRow`."""
+        ...
+
+    def pack_rows(self, method: str, plan: PackRows) -> None: ...

@@ -12,7 +12,7 @@ from sparsejax.cache.evicted import EvictedPages, Recalled
 from sparsejax.cache.pages import PagePool
 from sparsejax.cache.radix_records import Lease, Match
 from sparsejax.geometry import Granularity
-from sparsejax.plans import CountTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
+from sparsejax.plans import ArrayTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so the choices of one request get distinct seeds
@@ -358,7 +358,7 @@ class Sequence:
         self.replayed = 0
         self.dispatched = 0
         self.phase_due: str | None = None
-        self.counting: CountTicket | None = None
+        self.counting: ArrayTicket | None = None
         self.counts: np.ndarray | None = None
         self.observed_from = 0
         self.leader: Sequence | None = None
