@@ -33,6 +33,7 @@ from sparsejax.method import (
 )
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import gather_rows, load_block, pad_columns
+from sparsejax.replay_texts import INSTRUCTION, replay_spans, replay_text
 
 SCORES = "kvzip_scores"
 BLOCK_ROWS = 512  # of keys whose logits are held at once where no kernel takes the largest over queries
@@ -43,7 +44,7 @@ class Params:
     kvzip_token_budget: int = knob(4096, "prompt rows that stay", "tokens")
     kvzip_score_chunk_size: int = knob(2048, "prompt tokens that one replay repeats", "tokens")
     kvzip_prev_postfix_size: int = knob(64, "tokens before them with which a replay begins", "tokens")
-    kvzip_instruction: str = knob("Repeat the previous context exactly:", "text before each replay")
+    kvzip_instruction: str = knob(INSTRUCTION, "text before each replay")
     kvzip_variant: str = knob(
         "global_token",
         "one keep set for all layers and heads ('global_token'), one for each KV head ('per_head_uniform'), or the "
@@ -103,9 +104,7 @@ def _spans(params: Params, prompt_tokens: int) -> list[tuple[int, int]]:
     """The prompt tokens [start, stop) of each replay."""
     if prompt_tokens <= params.kvzip_token_budget:
         return []
-    starts = range(0, prompt_tokens, params.kvzip_score_chunk_size)
-    before, size = params.kvzip_prev_postfix_size, params.kvzip_score_chunk_size
-    return [(max(0, start - before), min(prompt_tokens, start + size)) for start in starts]
+    return replay_spans([(0, prompt_tokens)], params.kvzip_score_chunk_size, params.kvzip_prev_postfix_size)
 
 
 def replays(params: Params, prompt_tokens: int) -> tuple[int, ...]:
@@ -113,8 +112,7 @@ def replays(params: Params, prompt_tokens: int) -> tuple[int, ...]:
 
 
 def replay_tokens(params: Params, prompt: np.ndarray, index: int) -> np.ndarray:
-    start, stop = _spans(params, len(prompt))[index]
-    return np.concatenate([np.asarray(params.instruction_ids, np.int32), prompt[start:stop].astype(np.int32)])
+    return replay_text(prompt, _spans(params, len(prompt))[index], params.instruction_ids)
 
 
 def aux(params: Params, geometry: Geometry) -> dict[str, AuxSpec]:
