@@ -198,6 +198,15 @@ class Engine:
         """`consult`, of the chains alone: to list, drop, pin or move them."""
         return self.consult(lambda caches: function(caches.chains))
 
+    def peek(self, function: Callable[[Caches], T]) -> T:
+        """Calls a function with the caches at once, in the calling thread, while the engine's may be changing them.
+
+        Only for functions that are written for it, such as `radix_control.routed`. Raises EngineDeadError.
+        """
+        if self._failure is not None or self._health == "closed":
+            raise EngineDeadError("the engine has ended")
+        return function(self._scheduler.caches)
+
     @property
     def snapshot(self) -> EngineSnapshot:
         """The engine as of its last iteration. Never blocks."""

@@ -154,6 +154,12 @@ class ChainCapacityError(ChainError):
     status, code, recovery = 503, "chain_capacity_unavailable", "retry_later"
 
 
+class PrefixDisabledError(RequestError):
+    """The prefix cache is off, or a method's rows can't be shared."""
+
+    code = "prefix_cache_disabled"
+
+
 class PrefixNotFoundError(RequestError):
     """The prefix cache does not have these tokens, or not all of them."""
 

@@ -70,6 +70,14 @@ class RadixCache:
         for block in self.index.blocks():
             yield from block.pages or ()
 
+    def hindrance(self, method: str) -> str | None:
+        """Why requests of a method begin with nobody's rows, or None. Any thread may ask."""
+        if not self._enabled:
+            return "the prefix cache is off on this server (--prefix-cache)"
+        if not self._runner.limits.methods[method].pure_prefix:
+            return f"rows of {method} depend on more than the tokens before them"
+        return None
+
     def _options(self, seq: Sequence) -> PrefixOptions | None:
         request = seq.group.request
         if not self._enabled or not seq.group.facts.pure_prefix:
