@@ -165,7 +165,7 @@ def checkpoint(chains: Chains, chain_id: str, tenant: str) -> ChainInfo:
         payload = chains.copy(chain, None)
         if payload is None:
             raise ChainCapacityError(f"no room to keep chain {chain_id} twice", chain_id=chain_id, retry_after_s=5.0)
-        state = payload, tier_of(payload), chain.quality, chain.evicted
+        state = payload, tier_of(payload), chain.quality, chain.evicted, chain.cuts
         kept = Checkpoint("turn_end", chain.processed, *state)
         chains.index.add_checkpoint(chain, kept)
     return describe(chains, chain)

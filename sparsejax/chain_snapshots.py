@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparsejax.cache import row_layout
 from sparsejax.cache.chain import Chain, ChainState, Quality, Tier
 from sparsejax.cache.chain_store import Record, Snapshot
 from sparsejax.chain_disk import Job
@@ -50,6 +51,7 @@ class DiskTier(HostTier):
             turns=chain.turns,
             lengths=rows.lengths,
             extra=rows.extra,
+            cuts=row_layout.as_record(chain.cuts),
             quality=dataclasses.asdict(chain.quality),
             named=chain.named,
             parent_id=chain.parent_id,
@@ -232,7 +234,7 @@ class DiskTier(HostTier):
                 record.chain_id, record.seed, record.fingerprint, found, record.tenant, ChainState.IDLE, Tier.DISK
             )
             chain.ledger, chain.processed = record.ledger, record.processed
-            chain.payload, chain.size = rows, size_of(rows)
+            chain.payload, chain.size, chain.cuts = rows, size_of(rows), row_layout.from_record(record.cuts)
             known = {field.name for field in dataclasses.fields(Quality)}
             quality: dict[str, Any] = {name: value for name, value in record.quality.items() if name in known}
             chain.quality = Quality(**quality)

@@ -18,6 +18,7 @@ import numpy as np
 
 from sparsejax import chain_reports
 from sparsejax.admission import most_tokens
+from sparsejax.cache import row_layout
 from sparsejax.cache.chain import Chain, ChainIds, ChainState, Checkpoint, Quality, Tier, as_ids, fingerprint, seed_of
 from sparsejax.cache.chain_index import Plan, Turn
 from sparsejax.cache.chain_store import Snapshot
@@ -336,6 +337,7 @@ class Chains:
             parked, rows = payload.parked, payload.copy
             seq.lease, payload.lease = payload.lease, None
         assert parked is not None
+        seq.cuts, seq.tainted = seq.chain.cuts, seq.chain.quality.degraded or bool(seq.chain.cuts)
         if rows is not None:
             began_s, rows.moved_s = began_s - rows.moved_s, 0.0
         self.tiers.begin(seq.chain, rows)
@@ -377,6 +379,8 @@ class Chains:
             old.rebuilt or seq.rebuilt,
             reason == "cancelled",
             old.recalled_tokens + self.recall.lent_rows(seq),
+            row_layout.missing(seq.cuts),
+            old.degraded or seq.tainted,
         )
         try:
             size, tier = size_of(payload), tier_of(payload)
@@ -386,9 +390,9 @@ class Chains:
             self.tiers.release(payload)
             self.index.fail(chain, owner, "failure")
             return
-        chain.evicted = seq.evicted
+        chain.evicted, chain.cuts = seq.evicted, seq.cuts
         self.tiers.keep(chain)
-        self._keep_turn_end(chain)
+        self.keep_turn_end(chain)
 
     def checkpoint(self, seq: Sequence) -> None:
         """Keeps the state as it is in the middle of a turn, where that is wanted and costs nobody anything."""
@@ -412,10 +416,16 @@ class Chains:
             self._memory.take_up(pages)
             pages.release()
             return
-        quality = dataclasses.replace(chain.quality, evicted_tokens=max(0, at - int(pages.lengths.max())))
+        quality = dataclasses.replace(
+            chain.quality,
+            evicted_tokens=max(0, at - int(pages.lengths.max())),
+            pruned_tokens=row_layout.missing(seq.cuts),
+            degraded=chain.quality.degraded or seq.tainted,
+        )
         rows = DeviceRows(seq.group.method, pages, parked)
         kind = "prefix" if shared else "prompt_end"
-        self.index.add_checkpoint(chain, Checkpoint(kind, at, rows, quality=quality, evicted=seq.evicted))
+        state = Checkpoint(kind, at, rows, quality=quality, evicted=seq.evicted, cuts=seq.cuts)
+        self.index.add_checkpoint(chain, state)
 
     def _go_back(self, seq: Sequence, reason: str) -> None:
         """The rows of a turn are lost: the chain is as before it, if that was kept anywhere, else gone."""
@@ -436,7 +446,7 @@ class Chains:
         self.index.counts["went_back"] += 1
         self.index.finish(chain, owner, seq.old_ledger, processed, rows, size_of(rows), tier_of(rows), quality)
         if state is not None:
-            chain.evicted = state.evicted
+            chain.evicted, chain.cuts = state.evicted, state.cuts
 
     def _end(self, seq: Sequence, visible: int | None) -> tuple[np.ndarray, int, int] | str:
         """(tokens, how many of them are processed, how many are taken back inexactly), or why nothing can be kept."""
@@ -483,7 +493,7 @@ class Chains:
         lease, seq.lease = seq.lease, None
         return DeviceRows(method, pages, parked, lease=lease)
 
-    def _keep_turn_end(self, chain: Chain) -> None:
+    def keep_turn_end(self, chain: Chain) -> None:
         """Leaves a checkpoint, if that costs nobody anything."""
         payload = chain.payload
         if not self._settings.chain_checkpoints or not isinstance(payload, DeviceRows):
@@ -494,7 +504,7 @@ class Chains:
             rows = self._fork(payload)
         except (PoolExhaustedError, RequestError):
             return
-        state = rows, Tier.DEVICE, chain.quality, chain.evicted
+        state = rows, Tier.DEVICE, chain.quality, chain.evicted, chain.cuts
         self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, *state))
 
     def report(self, seq: Sequence) -> ChainReport:

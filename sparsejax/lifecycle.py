@@ -325,6 +325,7 @@ class Lifecycle:
             seq.rebuilt = seq.rebuilt or seq.computed > 0
             seq.prefill_len = len(seq.group.prompt) + (len(seq.output) if chunkable(seq) else 0)
             seq.computed = seq.replayed = seq.dispatched = seq.observed_from = seq.attached = 0
+            seq.cuts, seq.tainted = (), False
             seq.phase_due = seq.counting = seq.counts = None
             self.recall.begin(seq, ())
             seq.state = State.WAITING

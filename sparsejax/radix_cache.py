@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax.cache import row_layout
 from sparsejax.cache.chain import as_ids, common_prefix
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.cache.radix import RadixIndex
 from sparsejax.cache.radix_records import Lease
 from sparsejax.cache.radix_tree import Scope
+from sparsejax.cache.row_layout import Cuts
 from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
@@ -126,6 +128,7 @@ class RadixCache:
         pages.adopt(np.stack(ids_of_pages, 1).reshape(*shape, -1) if ids_of_pages else np.zeros((*shape, 0), np.int32))
         seq.pages = pages
         seq.computed = seq.observed_from = seq.attached = len(match.blocks) * self.index.block_tokens
+        seq.cuts, seq.tainted = match.lost, seq.lease.tainted
 
     def detach(self, seq: Sequence) -> None:
         """There was no place for the rest: all is as before `attach`."""
@@ -135,6 +138,7 @@ class RadixCache:
             seq.pages.release()
             seq.pages = None
             seq.computed = seq.observed_from = 0
+            seq.cuts, seq.tainted = (), False
         self.leave(seq)
         seq.attached = 0
 
@@ -146,16 +150,45 @@ class RadixCache:
         elif seq.lease is not None:  # of its chain, whose last turn may have been taken back in part
             self.index.trim(seq.lease, min(len(seq.lease.blocks), seq.base // self.index.block_tokens))
         elif (options := self._options(seq)) and (not seq.base or seq.group.facts.pure_tokens):
-            seq.lease = self.index.lease(self.index.match(self._scope(seq, options), as_ids(())))
+            ids = as_ids(seq.tokens(0, seq.computed).astype(np.uint32))
+            seq.lease = self.lease_of(self._scope(seq, options), ids, seq.cuts, seq.tainted)
+        if seq.lease is not None and seq.base and not seq.group.facts.pure_tokens:
+            seq.lease.closed = True  # earlier turns have decoded tokens that a prompt chunk would have made otherwise
         if match is not None and match.blocks:
             assert seq.pages is not None
             seen = seq.tokens(0, seq.attached)
             plan = UnparkRow(seq.row, seq.pages.padded(-1), seq.pages.lengths.copy(), seen, None)
             call_runner(self._runner.unpark, seq.group.method, plan)
 
+    def lease_of(self, scope: Scope, ids: np.ndarray, cuts: Cuts, tainted: bool) -> Lease | None:
+        """A lease for rows that were made before, so that their owner can publish; None if that is not possible.
+
+        Args:
+          scope: whose.
+          ids: uint32 [n], the tokens of the rows.
+          cuts: ranges of them whose rows are missing.
+          tainted: some rows were computed while others were missing.
+        """
+        match = self.index.match(scope, ids if cuts else ids[:0], whole=True)
+        known = len(match.blocks) * self.index.block_tokens
+        if cuts and known < cuts[-1].stop:
+            return None
+        lease = self.index.lease(match)
+        lease.tainted = lease.tainted or tainted
+        if cuts:
+            first = np.arange(0, known, self.index.block_tokens)
+            rows = row_layout.positions(cuts, known)
+            inside = np.zeros(len(first), bool)
+            for cut in cuts:
+                inside |= (cut.start <= first) & (first < cut.stop)
+            columns = np.searchsorted(rows, first) // self.index.block_tokens
+            lease.columns = np.where(inside, -1, columns).tolist()
+            lease.num_columns = len(rows) // self.index.block_tokens
+        return lease
+
     def share(self, source: Sequence, target: Sequence) -> None:
         """A choice goes on as a copy of another."""
-        target.attached = source.attached
+        target.attached, target.cuts, target.tainted = source.attached, source.cuts, source.tainted
         if source.lease is not None:
             target.lease = self.index.share(source.lease)
 

@@ -11,6 +11,7 @@ from sparsejax.cache.chain import Chain
 from sparsejax.cache.evicted import EvictedPages, Recalled
 from sparsejax.cache.pages import PagePool
 from sparsejax.cache.radix_records import Lease, Match
+from sparsejax.cache.row_layout import Cuts
 from sparsejax.geometry import Granularity
 from sparsejax.plans import ArrayTicket, MethodFacts, ParkedRow, SamplingRow, SwappedRow
 from sparsejax.request import Request, RequestStats, TokenEvent
@@ -342,6 +343,8 @@ class Sequence:
       attached: tokens of the prompt whose rows it found in the radix cache when it last got a row.
       lease, prefix_match, unconfirmed: more of that (see `radix_cache`): blocks that stay for it, what was found until
         it has its row, and the tokens up to the end of each prompt chunk under way, by iteration.
+      cuts: ranges of its tokens whose rows were pruned.
+      tainted: it has rows that were computed while others were missing, or will have.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.
       evicted: rows of the chain that compactions have dropped, in host memory.
       recall, loan: which of them the turn gets back, and the pages where these are (see `recall`).
@@ -391,6 +394,8 @@ class Sequence:
         self.lease: Lease | None = None
         self.prefix_match: Match | None = None
         self.unconfirmed: dict[int, int] = {}
+        self.cuts: Cuts = ()
+        self.tainted = False
         self.parked: ParkedRow | None = None
         self.evicted: tuple[EvictedPages, ...] = ()
         self.recall: Recalled | None = None

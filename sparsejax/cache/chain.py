@@ -15,12 +15,15 @@ import hmac
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from sparsejax.cache.evicted import EvictedPages
 from sparsejax.errors import ChainOwnerError
+
+if TYPE_CHECKING:
+    from sparsejax.cache.row_layout import Cuts
 
 PREFIX = "chain_"
 FORMAT = 1
@@ -175,6 +178,8 @@ class Quality:
       interrupted: the last turn was cut off by its client.
       recalled_tokens: rows lent back to turns so far, of the longest head. They were there for the new tokens of their
         turn; what was computed while they were away stays as it was.
+      pruned_tokens: of `evicted_tokens`, those whose rows a client had taken away.
+      degraded: some row was computed while rows that a client had taken away were missing.
     """
 
     evicted_tokens: int = 0
@@ -182,11 +187,13 @@ class Quality:
     rebuilt: bool = False
     interrupted: bool = False
     recalled_tokens: int = 0
+    pruned_tokens: int = 0
+    degraded: bool = False
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """An earlier state of a chain: its first `processed` tokens, and a payload of its own. `evicted` as in `Chain`."""
+    """An earlier state of a chain: its first `processed` tokens, and a payload of its own. The rest is as in `Chain`."""
 
     kind: Literal["prefix", "prompt_end", "turn_end"]
     processed: int
@@ -194,6 +201,7 @@ class Checkpoint:
     tier: Tier = Tier.DEVICE
     quality: Quality = Quality()
     evicted: tuple[EvictedPages, ...] = ()
+    cuts: Cuts = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -211,6 +219,7 @@ class Chain:
       processed: tokens that have rows, or whose effect has.
       payload: the rows, opaque; `size` is what dropping them frees, in a unit of their tier.
       evicted: rows that its method has dropped, where they are kept; of states that are shared, shared.
+      cuts: ranges whose rows were pruned, where all heads have rows of the same tokens.
       checkpoints: earlier states, oldest first.
       turns: finished turns.
       parent_id: the chain it was forked from.
@@ -238,6 +247,7 @@ class Chain:
     payload: Any = None
     size: int = 0
     evicted: tuple[EvictedPages, ...] = ()
+    cuts: Cuts = ()
     checkpoints: list[Checkpoint] = dataclasses.field(default_factory=list)
     quality: Quality = Quality()
     turns: int = 0

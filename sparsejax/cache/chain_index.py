@@ -300,7 +300,7 @@ class ChainIndex:
             if source is not None:
                 state = source if plan.checkpoint is None else source.checkpoints[plan.checkpoint]
                 chain.parent_id, chain.tier, chain.quality = source.chain_id, state.tier, state.quality
-                chain.evicted = state.evicted
+                chain.evicted, chain.cuts = state.evicted, state.cuts
                 chain.ledger, chain.processed = source.ledger[: plan.reused], plan.reused
                 source.used_tick = self._tick
             self.chains[chain.chain_id] = chain
@@ -326,7 +326,7 @@ class ChainIndex:
         chain.ledger = source.ledger if checkpoint is None else source.ledger[: state.processed]
         chain.hashes = stride_hashes(chain.seed, chain.ledger, source.hashes[: len(chain.ledger) // STRIDE + 1] or None)
         chain.processed, chain.quality, chain.parent_id = state.processed, state.quality, source.chain_id
-        chain.evicted = state.evicted
+        chain.evicted, chain.cuts = state.evicted, state.cuts
         chain.payload, chain.size, chain.named = payload, size, True
         chain.priority, chain.ttl_s = source.priority, source.ttl_s
         self._tick += 1
@@ -360,7 +360,7 @@ class ChainIndex:
         chain.checkpoints = [c for c in chain.checkpoints[:index] if c.processed <= target.processed]
         chain.ledger, chain.processed = chain.ledger[: target.processed], target.processed
         chain.payload, chain.tier, chain.quality = target.payload, target.tier, target.quality
-        chain.evicted = target.evicted
+        chain.evicted, chain.cuts = target.evicted, target.cuts
         self.counts["rewinds"] += 1
 
     def start(self, chain: Chain, owner: str, ledger: np.ndarray | None = None) -> Any:
@@ -456,7 +456,7 @@ class ChainIndex:
         self._release(chain.payload)
         chain.payload, chain.size, chain.tier = None, 0, Tier.DEVICE
         chain.ledger, chain.processed, chain.hashes = chain.ledger[:0], 0, []
-        chain.quality, chain.evicted = Quality(rebuilt=True), ()
+        chain.quality, chain.evicted, chain.cuts = Quality(rebuilt=True), (), ()
         self.counts["forgotten"] += 1
         self._touch(chain, chain.used_s)
 
@@ -511,6 +511,14 @@ class ChainIndex:
             self._release(checkpoint.payload)
         self._touch(chain, chain.used_s)
         return len(dropped)
+
+    def drop_behind(self, chain: Chain, tokens: int) -> None:
+        """Drops earlier states of a chain that have processed more than so many tokens."""
+        dropped = [c for c in chain.checkpoints if c.processed > tokens]
+        chain.checkpoints = [c for c in chain.checkpoints if c.processed <= tokens]
+        for checkpoint in dropped:
+            self._release(checkpoint.payload)
+        self._touch(chain, chain.used_s)
 
     # Order of loss.
 
@@ -600,7 +608,7 @@ class ChainIndex:
     def _bury(self, chain: Chain, reason: str) -> None:
         payloads = [chain.payload, *(c.payload for c in chain.checkpoints)]
         chain.state, chain.owner, chain.reason = ChainState.GONE, None, reason
-        chain.payload, chain.checkpoints, chain.evicted = None, [], ()
+        chain.payload, chain.checkpoints, chain.evicted, chain.cuts = None, [], (), ()
         self._touch(chain, chain.used_s)
         del self.chains[chain.chain_id]
         self.tombstones[chain.chain_id] = reason

@@ -126,6 +126,7 @@ class Record:
     turns: int
     lengths: np.ndarray
     extra: int = 0
+    cuts: Sequence[Any] = ()
     quality: Mapping[str, int | bool] = dataclasses.field(default_factory=dict)
     named: bool = False
     parent_id: str | None = None
@@ -259,6 +260,7 @@ class ChainStore:
             fields=meta["fields"],
             ledger=ledger,
             lengths=np.array(meta["lengths"], np.int32),
+            cuts=meta.get("cuts", ()),
             quality=meta["quality"],
             **{name: meta[name] for name in (*_PLAIN, *_TIMES)},
         )
@@ -353,6 +355,7 @@ class ChainStore:
             "token_count": len(record.ledger),
             "digest": digest_of(record.ledger[: record.processed]).hex(),
             "lengths": record.lengths.tolist(),
+            "cuts": list(record.cuts),
             "quality": dict(record.quality),
             "ids": {"name": ids_name, "bytes": len(ids), "sha256": _sha256(ids)},
             "parts": [

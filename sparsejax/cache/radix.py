@@ -78,7 +78,8 @@ class RadixIndex(RadixKeeper):
             if run.cut is None:
                 columns[run.depth - 1] = len(pages)
             pages.extend(run.pages or ())
-        found = tuple(path), tuple(pages), tuple(columns)
+        lost = tuple(run.cut for run in reversed(runs) if run.cut is not None)
+        found = tuple(path), tuple(pages), tuple(columns), lost
         missing = (len(path) - len(pages)) * self.block_tokens
         return Match(scope, *found, len(keys), missing, miss, self.changes, self.cuts)
 

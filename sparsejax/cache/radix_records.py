@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from sparsejax.cache.chain_miss import Miss
-from sparsejax.cache.radix_tree import Block, Scope
+from sparsejax.cache.radix_tree import Block, Cut, Scope
 
 
 class StalePlanError(RuntimeError):
@@ -22,6 +22,7 @@ class Match:
       blocks: the path, first block first.
       pages: payloads of its rows, in their order.
       columns: of each block, the index of its own page in `pages`; -1 where it has none.
+      lost: pruned ranges of the path, ascending.
       limit: blocks that could have been found.
       missing: tokens of the path that have no rows.
       miss: why fewer blocks were found than could have been, or None.
@@ -32,6 +33,7 @@ class Match:
     blocks: tuple[Block, ...] = ()
     pages: tuple[Any, ...] = ()
     columns: tuple[int, ...] = ()
+    lost: tuple[Cut, ...] = ()
     limit: int = 0
     missing: int = 0
     miss: Miss | None = None
