@@ -315,6 +315,7 @@ def row_scores(
     scale: float,
     lse: jax.Array | None = None,
     group: str = "max",
+    over: str = "sum",
     implementation: str | None = None,
 ) -> jax.Array:
     """What queries think of each resident row: attention mass, or the largest logit.
@@ -326,21 +327,24 @@ def row_scores(
       q: [batch, queries, num_q_heads, head_dim].
       pools, names, view, load_tile, layer, scale, implementation: as in `decode_attention`.
       limit: int32 [batch, heads or 1, queries]: a query votes for the rows below it, at most `view.lengths`.
-      lse: float32 [batch, queries, num_q_heads], natural log. Given, a query head's score of a row is the sum of
-        exp(logit - lse), each at most 1, over its queries; else the largest logit.
+      lse: float32 [batch, queries, num_q_heads], natural log. Given, a query's share of a row is exp(logit - lse), at
+        most 1; else a query head's score of a row is the largest logit.
       group: how the query heads of a KV head join: "max" or "sum".
+      over: how the shares of a query head's queries join: "sum" or "max".
 
     Returns:
       float32 [batch, num_kv_heads, columns * page_size]. Rows that no query votes for, those past the end included,
       hold 0 with `lse` and -inf without.
 
     Raises:
-      ValueError: `group` or the implementation asked for is unknown, or the implementation can't serve this call.
+      ValueError: `group`, `over` or the implementation asked for is unknown, or the implementation can't serve this
+        call.
     """
-    if group not in ("max", "sum"):
-        raise ValueError(f"group must be 'max' or 'sum', got {group!r}")
+    for name, join in (("group", group), ("over", over)):
+        if join not in ("max", "sum"):
+            raise ValueError(f"{name} must be 'max' or 'sum', got {join!r}")
     module = choose("row_scores", implementation, q, pools, names, view, load_tile)
-    return module.row_scores(q, pools, names, view, limit, lse, group, load_tile, layer, scale)
+    return module.row_scores(q, pools, names, view, limit, lse, group, load_tile, layer, scale, over=over)
 
 
 def key_similarity(

@@ -131,6 +131,8 @@ def row_scores(
     load_tile: LoadTile,
     layer: jax.Array,
     scale: float,
+    *,
+    over: str = "sum",
 ) -> jax.Array:
     """Oracle of `api.row_scores`."""
     logits, seen = _logits(q, pools, names, view, limit, load_tile, layer, scale)
@@ -138,7 +140,8 @@ def row_scores(
         votes = jnp.where(seen, logits, -jnp.inf).max(3)
     else:
         lse = jnp.moveaxis(lse.reshape(*q.shape[:2], *logits.shape[1:3]), 1, 3)
-        votes = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0).sum(3)
+        shares = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0)
+        votes = shares.max(3) if over == "max" else shares.sum(3)
     return votes.max(2) if group == "max" else votes.sum(2)
 
 

@@ -77,10 +77,13 @@ def row_scores(
     load_tile: LoadTile,
     layer: jax.Array,
     scale: float,
+    *,
+    over: str = "sum",
 ) -> jax.Array:
     """See `api.row_scores`."""
     capacity = view.table.shape[2] * pools["k"].shape[1]
-    kernel = functools.partial(_score_kernel, scale, q.shape[2] // view.num_heads, group)
+    add = lse is not None and over == "sum"
+    kernel = functools.partial(_score_kernel, scale, q.shape[2] // view.num_heads, group, add)
     shape = (q.shape[0], view.num_heads, 1, -1)
     return _launch(kernel, shape, q, pools, names, view, limit, lse, load_tile)[:, :, 0, :capacity]
 
@@ -191,6 +194,7 @@ def _score_kernel(
     scale: float,
     group: int,
     join: str,
+    add: bool,
     reader: Reader,
     has_lse: bool,
     ends: Any,
@@ -210,9 +214,13 @@ def _score_kernel(
         logits, row = _logits(reader, i, head, q, buffers, scale)
         seen = row < limits[0, head]
         if lses is not None:
-            logits = jnp.exp(jnp.minimum(logits - lses[0, head], 0.0))
-        votes = jnp.where(seen, logits, outside).reshape(group, -1, reader.block)
-        votes = votes.max(1) if lses is None else votes.sum(1)
+            logits = jnp.minimum(logits - lses[0, head], 0.0)
+        if add:
+            votes = jnp.where(seen, jnp.exp(logits), 0.0).reshape(group, -1, reader.block).sum(1)
+        else:
+            votes = jnp.where(seen, logits, -jnp.inf).reshape(group, -1, reader.block).max(1)
+        if lses is not None and not add:
+            votes = jnp.exp(votes)
         votes = votes.max(0, keepdims=True) if join == "max" else votes.sum(0, keepdims=True)
         out[0, head, :, pl.ds(pl.multiple_of(i * reader.block, LANES), reader.block)] = votes
 

@@ -113,11 +113,14 @@ def row_scores(
     layer: jax.Array,
     scale: float,
     config: Config | None = None,
+    *,
+    over: str = "sum",
 ) -> jax.Array:
     """See `api.row_scores`; `config` overrides how the kernel is launched."""
     scaled = payload.recognise(load_tile, pools, names, q.dtype) == payload.ROW_SCALED
     config = config or default_config(q.shape[3], q.dtype.itemsize)
-    return launch_scores(q, pools, view, limit, lse, group, scaled, scale, config, num_multiprocessors())
+    how = (scaled, scale, config, num_multiprocessors())
+    return launch_scores(q, pools, view, limit, lse, group, *how, over=over)
 
 
 def _constants(q: jax.Array, pools: Pools, view: PageView, limit: jax.Array, config: Config) -> dict[str, Any]:
@@ -213,6 +216,7 @@ def launch_scores(
     config: Config,
     num_cores: int,
     compute_capability: int | None = None,
+    over: str = "sum",
 ) -> jax.Array:
     """The kernel of scores. `compute_capability` (such as 90) is only needed where no GPU can be asked."""
     jax_triton = importlib.import_module("jax_triton")
@@ -243,6 +247,7 @@ def launch_scores(
         SCALE=float(scale),
         SCALED=scaled,
         MASS=lse is not None,
+        ADD=lse is not None and over == "sum",
         SUM=group == "sum",
         RUNS=runs,
         **constants,

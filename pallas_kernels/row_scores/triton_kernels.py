@@ -165,18 +165,24 @@ def votes(
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
     MASS: tl.constexpr,
+    ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):
-    """What a tile of queries thinks of a block of rows, per query head of the group: float32 [BLOCK, GROUP_PAD]."""
+    """What a tile of queries thinks of a block of rows, per query head of the group: float32 [BLOCK, GROUP_PAD].
+
+    Sums of shares if ADD; else the largest logit, or the base-2 logarithm of the largest share.
+    """
     logits = tl.dot(keys, tl.trans(query), input_precision=PRECISION) * (SCALE * LOG2E if MASS else SCALE)
     if SCALED:
         logits *= scales[:, None]
     seen = place[:, None] < limits[None, :]
     if MASS:
-        each = tl.where(seen, tl.exp2(tl.minimum(logits - lse_at[None, :], 0.0)), 0.0)
+        logits = tl.minimum(logits - lse_at[None, :], 0.0)
+    if ADD:
+        each = tl.where(seen, tl.exp2(logits), 0.0)
         return tl.sum(tl.reshape(each, (BLOCK, TILE_QUERIES, GROUP_PAD)), 1)
     each = tl.where(seen, logits, float("-inf"))
     return tl.max(tl.reshape(each, (BLOCK, TILE_QUERIES, GROUP_PAD)), 1)
@@ -197,6 +203,7 @@ def scores_kernel(
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
     MASS: tl.constexpr,
+    ADD: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -236,8 +243,9 @@ def scores_kernel(
         valid = place < end
         keys, scales = load_keys(k, k_scale, columns, place, valid, stride, head_offset, SCALED, PAGE, DIM, query.dtype)
         best = votes(
-            query, limits, lse_at, keys, scales, place, SCALE, SCALED, MASS, PRECISION, BLOCK, TILE_QUERIES, GROUP_PAD
-        )
+            query, limits, lse_at, keys, scales, place,
+            SCALE, SCALED, MASS, ADD, PRECISION, BLOCK, TILE_QUERIES, GROUP_PAD,
+        )  # fmt: skip
         if TILES > 1:
             for tile in tl.range(1, TILES):
                 others, other_limits, index, real = load_queries(
@@ -246,9 +254,11 @@ def scores_kernel(
                 other_lse = tl.load(lse + index, mask=real, other=0.0) * LOG2E if MASS else other_limits
                 more = votes(
                     others, other_limits, other_lse, keys, scales, place,
-                    SCALE, SCALED, MASS, PRECISION, BLOCK, TILE_QUERIES, GROUP_PAD,
+                    SCALE, SCALED, MASS, ADD, PRECISION, BLOCK, TILE_QUERIES, GROUP_PAD,
                 )  # fmt: skip
-                best = best + more if MASS else tl.maximum(best, more)
+                best = best + more if ADD else tl.maximum(best, more)
+        if MASS and not ADD:
+            best = tl.exp2(best)
         if SUM:
             found = tl.sum(tl.where(member[None, :] < GROUP, best, 0.0), 1)
         else:

@@ -53,6 +53,8 @@ def row_scores(
     load_tile: LoadTile,
     layer: jax.Array,
     scale: float,
+    *,
+    over: str = "sum",
 ) -> jax.Array:
     """See `api.row_scores`."""
     batch, queries, q_heads, _ = q.shape
@@ -64,7 +66,8 @@ def row_scores(
         if lse is None:
             votes = jnp.where(seen, logits, -jnp.inf).max(3)
         else:
-            votes = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0).sum(3)
+            shares = jnp.where(seen, jnp.exp(jnp.minimum(logits - lse[..., None], 0.0)), 0.0)
+            votes = shares.max(3) if over == "max" else shares.sum(3)
         votes = votes.max(2) if group == "max" else votes.sum(2)
         return jax.lax.dynamic_update_slice_in_dim(scores, votes, row[0], axis=2)
 

@@ -8,6 +8,7 @@ dropped again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -32,11 +33,10 @@ from sparsejax.method import (
     number_param,
 )
 from sparsejax.pallas_kernels import api
-from sparsejax.pallas_kernels.layout import gather_rows, load_block, pad_columns
+from sparsejax.pallas_kernels.layout import gather_rows
 from sparsejax.replay_texts import INSTRUCTION, replay_spans, replay_text
 
 SCORES = "kvzip_scores"
-BLOCK_ROWS = 512  # of keys whose logits are held at once where no kernel takes the largest over queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +157,10 @@ def prompt_shares(params: Params, context: ObserveContext) -> jax.Array:
     how = {"load_tile": context.load_tile, "layer": context.layer, "scale": context.geometry.scale}
     arrays = (q, context.pools, context.names, context.view, limit)
     lse = api.attention_lse(*arrays, implementation=context.implementation, **how)
+    score = functools.partial(api.row_scores, *arrays, lse=lse, implementation=context.implementation, **how)
     if params.kvzip_query_reduction == "max":
-        return _largest(context, limit, lse)
-    sums = api.row_scores(*arrays, lse=lse, group="max", implementation=context.implementation, **how)
-    return sums / jnp.maximum(context.num_valid, 1).astype(jnp.float32)[:, None, None]
+        return score(over="max")
+    return score() / jnp.maximum(context.num_valid, 1).astype(jnp.float32)[:, None, None]
 
 
 def _grouped(q: jax.Array, heads: int) -> jax.Array:
@@ -174,27 +174,6 @@ def _logits(q: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
     """q [..., queries, dim], keys [..., rows, dim] -> float32 [..., queries, rows]."""
     precision = jax.lax.Precision.HIGHEST
     return jnp.einsum("...qd,...sd->...qs", q, keys.astype(jnp.float32), precision=precision) * scale
-
-
-def _largest(context: ObserveContext, limit: jax.Array, lse: jax.Array) -> jax.Array:
-    """Largest exp(logit - lse) over queries and query heads, float32 [batch, kv_heads, capacity]."""
-    geometry, view = context.geometry, context.view
-    heads, page_size = view.num_heads, geometry.page_size
-    query = _grouped(context.queries, heads)
-    mass = _grouped(lse[..., None], heads)
-    limit = jnp.tile(limit, (1, 1, geometry.group_size))  # as the queries of all heads of a group lie
-    columns = max(1, min(BLOCK_ROWS // page_size, view.table.shape[2]))
-    capacity, view = view.table.shape[2] * page_size, pad_columns(view, columns)
-
-    def block(i: jax.Array) -> jax.Array:
-        pages = view.head_pages(i * columns, columns)
-        keys, _ = load_block(context.pools, context.names, pages, context.load_tile, context.layer)
-        row = (i * columns * page_size + jnp.arange(columns * page_size, dtype=jnp.int32))[None, None, None]
-        share = jnp.exp(jnp.minimum(_logits(query, keys, geometry.scale) - mass, 0.0))
-        return jnp.where(row < limit[..., None], share, 0.0).max(2)
-
-    found = jax.lax.map(block, jnp.arange(view.table.shape[2] // columns, dtype=jnp.int32))
-    return jnp.moveaxis(found, 0, 2).reshape(*found.shape[1:3], -1)[:, :, :capacity]
 
 
 def attention_shares(

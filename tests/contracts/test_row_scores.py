@@ -22,6 +22,8 @@ from tests.core.harness import QUICK
 NAMES = ("one-row", "page-16", "page-32-layer", "page-64-head", "page-128", "multi-query", "bfloat16", "fp8-bfloat16")
 SOME = [shape for shape in specs.SMALL if shape.name in NAMES]
 GROUPS = ("max", "sum")
+WAYS = [(kind, group) for kind in ("logit", "sum", "max") for group in GROUPS]
+"""What joins over queries: the largest logit, or attention mass summed or at its largest; and how heads join."""
 
 
 def limits(shape, per_head: bool = False) -> np.ndarray:
@@ -32,9 +34,15 @@ def limits(shape, per_head: bool = False) -> np.ndarray:
     return np.repeat(limit, shape.num_kv_heads, axis=1) if per_head else limit
 
 
+def options_of(way: tuple[str, str], lse) -> dict:
+    """Keywords of `api.row_scores`."""
+    kind, group = way
+    return {"lse": None if kind == "logit" else lse, "group": group, "over": "max" if kind == "max" else "sum"}
+
+
 @functools.cache
 def program(module, shape, first: int = 0, block: int = 0):
-    """Compiled (q, pools, table, limit) -> lse, and scores by (by mass, group); `block` is what was patched."""
+    """Compiled (q, pools, table, limit) -> lse, and scores by way; `block` is what was patched."""
     rows, q = rows_of(shape)
     how = (rows.load_tile, rows.layer, rows.geometry.scale)
     keywords = dict(zip(("load_tile", "layer", "scale"), how, strict=True))
@@ -44,13 +52,14 @@ def program(module, shape, first: int = 0, block: int = 0):
         if module is api:
             lse = api.attention_lse(*arrays, first=first, **keywords)
             score = functools.partial(api.row_scores, *arrays, **keywords)
-            scores = {
-                (mass, group): score(lse=lse if mass else None, group=group) for mass in (0, 1) for group in GROUPS
-            }
+            scores = {way: score(**options_of(way, lse)) for way in WAYS}
         else:
             lse = module.attention_lse(*arrays, first, *how)
             score = functools.partial(module.row_scores, *arrays)
-            scores = {(mass, group): score(lse if mass else None, group, *how) for mass in (0, 1) for group in GROUPS}
+            scores = {}
+            for way in WAYS:
+                options = options_of(way, lse)
+                scores[way] = score(options["lse"], options["group"], *how, over=options["over"])
         return lse, scores
 
     arguments = (q, rows.pools, rows.view.table, jnp.asarray(limits(shape)))
@@ -92,9 +101,10 @@ def test_the_oracle_is_a_sum_of_softmax_rows(shape):
     lse, scores = compute(reference, shape)
     for b in range(len(shape.lengths)):
         for head in range(shape.num_kv_heads):
-            mass, largest = [], []
+            mass, share, largest = [], [], []
             for h in range(head * shape.group_size, (head + 1) * shape.group_size):
                 mass.append(np.zeros(k.shape[2]))
+                share.append(np.zeros(k.shape[2]))
                 largest.append(np.full(k.shape[2], -np.inf))
                 for i, seen in enumerate(limit[b]):
                     if seen == 0:
@@ -104,10 +114,11 @@ def test_the_oracle_is_a_sum_of_softmax_rows(shape):
                     total = np.exp(logits - logits.max()).sum()
                     np.testing.assert_allclose(lse[b, i, h], logits.max() + np.log(total), rtol=1e-4, atol=1e-4)
                     mass[-1][:seen] += np.exp(logits - logits.max()) / total
+                    share[-1][:seen] = np.maximum(share[-1][:seen], np.exp(logits - logits.max()) / total)
                     largest[-1][:seen] = np.maximum(largest[-1][:seen], logits)
-            for by_mass, votes in ((1, mass), (0, largest)):
-                np.testing.assert_allclose(scores[by_mass, "max"][b, head], np.max(votes, 0), rtol=1e-3, atol=1e-4)
-                np.testing.assert_allclose(scores[by_mass, "sum"][b, head], np.sum(votes, 0), rtol=1e-3, atol=1e-4)
+            for kind, votes in (("sum", mass), ("max", share), ("logit", largest)):
+                np.testing.assert_allclose(scores[kind, "max"][b, head], np.max(votes, 0), rtol=1e-3, atol=1e-4)
+                np.testing.assert_allclose(scores[kind, "sum"][b, head], np.sum(votes, 0), rtol=1e-3, atol=1e-4)
 
 
 @by_name(argvalues=SOME)
@@ -122,7 +133,7 @@ def test_a_chunk_s_lse_is_that_of_its_attention(shape):
 
 @by_name(argvalues=SOME)
 def test_mass_is_neither_lost_nor_made(shape):
-    total = compute(api, shape)[1][1, "sum"].sum(2)
+    total = compute(api, shape)[1]["sum", "sum"].sum(2)
     wanted = np.broadcast_to(np.asarray(shape.chunks)[:, None] * shape.group_size, total.shape)
     np.testing.assert_allclose(total, wanted, rtol=1e-4)
 
@@ -139,7 +150,7 @@ def test_chunks_accumulate_to_the_whole():
     total = 0
     for part in (slice(0, 5), slice(5, 6), slice(6, None)):
         total = total + score(q[:, part], limit=jnp.asarray(limit[:, :, part]), lse=jnp.asarray(lse[:, part]))
-    np.testing.assert_allclose(total, scores[1, "sum"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(total, scores["sum", "sum"], rtol=1e-5, atol=1e-5)
 
 
 def test_limits_per_head():
@@ -174,11 +185,12 @@ def test_block_size_changes_nothing(block, monkeypatch):
         np.testing.assert_allclose(scores[key], expected, rtol=2e-5, atol=2e-5)
 
 
-def test_an_unknown_group_is_refused():
+@pytest.mark.parametrize("name", ["group", "over"])
+def test_an_unknown_join_is_refused(name):
     rows, q = rows_of(specs.SMALL[0])
     limit = jnp.asarray(limits(specs.SMALL[0]))
-    with pytest.raises(ValueError, match="group must be 'max' or 'sum', got 'mean'"):
-        api.row_scores(q, *rows.pages, limit, group="mean", **rows.how)
+    with pytest.raises(ValueError, match=f"{name} must be 'max' or 'sum', got 'mean'"):
+        api.row_scores(q, *rows.pages, limit, **{name: "mean"}, **rows.how)
 
 
 # Rows that move

@@ -108,11 +108,12 @@ def test_scores_lower(fields):
         found = rows_triton.launch_lse(q, pools, at, limit, 3, scaled, 0.1, config, 132, 90)
         how = {"scaled": scaled, "scale": 0.1, "config": config, "num_cores": 132, "compute_capability": 90}
         mass = rows_triton.launch_scores(q, pools, at, limit, lse, "sum", **how)
-        return found, mass, rows_triton.launch_scores(q, pools, at, limit, None, "max", **how)
+        share = rows_triton.launch_scores(q, pools, at, limit, lse, "max", over="max", **how)
+        return found, mass, share, rows_triton.launch_scores(q, pools, at, limit, None, "max", **how)
 
     arguments = (q, pools, view.table, view.lengths, view.offset, limit, lse)
     text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@triton_kernel_call") == 3
+    assert text.count("@triton_kernel_call") == 4
 
 
 @lowers

@@ -13,6 +13,7 @@ import pytest
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import PageView
 from tests.contracts.kernels_gpu.cases import Case, Shape, make, relative_error
+from tests.contracts.test_row_scores import WAYS, options_of
 
 pytestmark = pytest.mark.gpu
 
@@ -72,12 +73,13 @@ def queries_of(case: Case, queries: Queries) -> tuple[jax.Array, np.ndarray]:
 
 
 def wanted_of(case: Case, q: jax.Array, limit: np.ndarray, first: int):
-    """lse, and scores by (by mass, group), in float64."""
+    """lse, and scores by way, in float64."""
     batch, heads, rows, dim = case.keys.shape
     query = np.asarray(q, np.float64).reshape(batch, q.shape[1], heads, -1, dim)
     lse = np.full((*query.shape[:4],), -1e30)
     group = query.shape[3]
-    mass, largest = np.zeros((batch, heads, group, rows)), np.full((batch, heads, group, rows), -np.inf)
+    mass, share = np.zeros((2, batch, heads, group, rows))
+    largest = np.full((batch, heads, group, rows), -np.inf)
     for b, h in itertools.product(range(batch), range(heads)):
         seen = np.arange(rows)[None, :] < limit[b, h % limit.shape[1]][:, None]
         domain = seen & (np.arange(rows) >= first)[None, :]
@@ -89,18 +91,18 @@ def wanted_of(case: Case, q: jax.Array, limit: np.ndarray, first: int):
             lse[b, some, h, g] = peak[some] + np.log(total[some])
             weights = np.exp(np.minimum(logits - lse[b, :, h, g][:, None], 0))
             mass[b, h, g] = np.where(seen, weights, 0.0).sum(0)
+            share[b, h, g] = np.where(seen, weights, 0.0).max(0)
             largest[b, h, g] = np.where(seen, logits, -np.inf).max(0)
-    votes = {1: mass, 0: largest}
-    scores = {(by_mass, name): getattr(votes[by_mass], name)(2) for by_mass in (0, 1) for name in ("max", "sum")}
+    votes = {"sum": mass, "max": share, "logit": largest}
+    scores = {(kind, name): getattr(votes[kind], name)(2) for kind, name in WAYS}
     return lse.reshape(*q.shape[:3]), scores
 
 
-ENGINE = ((1, "sum"), (0, "max"))
-EVERY = (*ENGINE, (1, "max"), (0, "sum"))
+ENGINE = (("sum", "sum"), ("max", "max"), ("logit", "max"))
 
 
-def program(case: Case, first: int, implementation: str, kinds=ENGINE):
-    """The jitted operations; `kinds` are (by mass, group) of the scores, each a kernel to compile."""
+def program(case: Case, first: int, implementation: str, ways=ENGINE):
+    """The jitted operations; each of the `ways` is a kernel to compile."""
 
     @jax.jit
     def run(q, pools, table, offset, lengths, limit):
@@ -108,11 +110,7 @@ def program(case: Case, first: int, implementation: str, kinds=ENGINE):
         how = {**case.how, "implementation": implementation}
         lse = api.attention_lse(q, pools, case.names, view, limit, first=first, **how)
         arrays = (q, pools, case.names, view, limit)
-        scores = {
-            (by_mass, group): api.row_scores(*arrays, lse=lse if by_mass else None, group=group, **how)
-            for by_mass, group in kinds
-        }
-        return lse, scores
+        return lse, {way: api.row_scores(*arrays, **options_of(way, lse), **how) for way in ways}
 
     return run
 
@@ -125,7 +123,7 @@ def check(case: Case, q, limit, first: int, found, exact: bool) -> None:
     for key, score in scores.items():
         score, expected = np.asarray(score), wanted[key]
         assert score.dtype == np.float32
-        outside = 0.0 if key[0] else -np.inf
+        outside = -np.inf if key[0] == "logit" else 0.0
         assert (score[:, :, rows:] == outside).all(), key
         np.testing.assert_array_equal(score[:, :, :rows] == outside, expected == outside, err_msg=str(key))
         real = np.isfinite(expected)
@@ -136,7 +134,7 @@ def check(case: Case, q, limit, first: int, found, exact: bool) -> None:
 def test_matches_oracle_and_reads_nothing_else(shape, queries):
     case = make(shape)
     q, limit = queries_of(case, queries)
-    run = program(case, queries.first, "triton", ENGINE if queries == WINDOW else EVERY)
+    run = program(case, queries.first, "triton", ENGINE if queries == WINDOW else tuple(WAYS))
     found = run(q, case.pools, case.view.table, case.view.offset, case.view.lengths, jnp.asarray(limit))
     check(case, q, limit, queries.first, found, shape.dtype == "float32" and shape.codes is None)
 

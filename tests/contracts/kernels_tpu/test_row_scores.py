@@ -10,9 +10,7 @@ from sparsejax.pallas_kernels import api, reference, specs, tpu_support
 from sparsejax.pallas_kernels.row_scores import mosaic_tpu
 from tests.contracts.kernels_tpu.cases import ATTENTION, CODES, by_name, interpret, stored
 from tests.contracts.test_kernels import tolerance
-from tests.contracts.test_row_scores import GROUPS, close, limits
-
-WAYS = [(mass, group) for mass in (False, True) for group in GROUPS]
+from tests.contracts.test_row_scores import WAYS, close, limits, options_of
 
 
 def compute(module, shape, limit, first: int = 0, **options):
@@ -24,12 +22,13 @@ def compute(module, shape, limit, first: int = 0, **options):
         arrays = (q, pools, rows.names, rows.view._replace(table=table), limit)
         if module is reference:
             lse = reference.attention_lse(*arrays, first, *how)
-            return lse, [reference.row_scores(*arrays, lse if mass else None, group, *how) for mass, group in WAYS]
+            every = [options_of(way, lse) for way in WAYS]
+            return lse, [
+                reference.row_scores(*arrays, some["lse"], some["group"], *how, over=some["over"]) for some in every
+            ]
         keywords = {**rows.how, "implementation": "mosaic_tpu"}
         lse = api.attention_lse(*arrays, first=first, **keywords)
-        return lse, [
-            api.row_scores(*arrays, lse=lse if mass else None, group=group, **keywords) for mass, group in WAYS
-        ]
+        return lse, [api.row_scores(*arrays, **options_of(way, lse), **keywords) for way in WAYS]
 
     return interpret(both, q, rows.pools, rows.view.table, jnp.asarray(limit))
 
