@@ -284,8 +284,8 @@ class Scheduler(Lifecycle):
         if seq.chain is not None:
             self._settle(seq)
             self._rest(seq)
-        elif seq.row and seq.exhausted:
-            self._leave(seq)  # the last token is under way: nothing will read this row again
+        elif seq.row and seq.exhausted and not seq.unconfirmed:
+            self._leave(seq)  # the last token is under way, and its prompt is published: nobody needs this row again
         else:
             self._settle(seq)
 

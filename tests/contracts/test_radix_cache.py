@@ -126,6 +126,14 @@ def test_decoded_tokens_are_published_where_prompt_chunks_would_make_the_same() 
         bench.check_all_free()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_a_prompt_is_published_even_if_one_token_is_all_that_was_wanted(max_tokens: int) -> None:
+    bench = Shared()
+    assert bench.serve(words(40), max_tokens=max_tokens) == 0
+    assert bench.serve(words(40), max_tokens=max_tokens) == 36
+    bench.check_all_free()
+
+
 def test_40_running_requests_share_pages() -> None:
     bench = Shared(num_rows=4)
     bench.serve(words(40))
