@@ -51,6 +51,7 @@ Script = Callable[[Sequence[int], int, int], int]
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 258
+_MASK = (1 << 64) - 1
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 
 
@@ -213,6 +214,7 @@ class _Row:
     replayed: int = 0
     counted: np.ndarray | None = None  # rows of the compaction that is due
     resumed: bool = False  # its first prompt was replayed and compacted before it was parked
+    context: int | None = None  # sum of its stamps, where they are not those of the whole text
     lent: np.ndarray | None = None  # rows before its own that are lent, [layers, heads]
     loan: dict[tuple[int, int], np.ndarray] | None = None  # what they are, by layer and head: [parts, rows]
 
@@ -231,6 +233,7 @@ class _Row:
             self.replayed,
             self.counted,
             self.resumed,
+            self.context,
         )
 
 
@@ -312,6 +315,7 @@ class MockRunner:
         self._faults: dict[str, list[tuple[int, Exception, str]]] = {}
         self._poisoned: set[int] = set()
         self._refused: set[int] = set()
+        self._derived: dict[int, int] = {}  # rows that were computed with others missing, and what they would be else
         self.recall = MockRecall(self)
         self.prune = MockPrune(self)
         self.calls: dict[str, int] = {}
@@ -594,9 +598,7 @@ class MockRunner:
         row.history = row.history[: len(row.history) - tokens]
         self._require(tokens > 0 and row.compacted_at <= len(row.history), "a compaction has seen what is taken back")
         row.stamps = [[s[: len(s) - tokens] for s in layer] for layer in row.stamps]
-        row.last_stamp = 0
-        for i, token in enumerate(row.history):
-            row.last_stamp = next_stamp(row.last_stamp, token, i)
+        self._settle(row)
         self._leave("trim")
         return ParkedRow(row, parked.nbytes)
 
@@ -604,7 +606,7 @@ class MockRunner:
         self._enter("unpark")
         self._require(plan.row in self._stops, f"row {plan.row} was not set up")
         seen = plan.seen.tolist()
-        row = self._shared(method, plan) if plan.parked is None else plan.parked.payload.copy()
+        row = self._found(method, plan) if plan.parked is None else plan.parked.payload.copy()
         self._require(row.method == method, "a parked row came back under another method")
         self._require(plan.seen.dtype == np.int32 and seen == row.history, "other tokens were seen")
         lengths = self._lengths(row)
@@ -618,23 +620,56 @@ class MockRunner:
         self._rows[plan.row] = row
         self._leave("unpark")
 
-    def _shared(self, method: str, plan: UnparkRow) -> _Row:
-        """A row as its method makes it of these tokens, whoever computed them, on the rows that are left of them."""
+    def bare(self, method: str, plan: UnparkRow) -> ParkedRow:
+        self._enter("bare")
+        row = self._found(method, plan)
+        self._check_contents(plan.row, row)
+        self._leave("bare")
+        return ParkedRow(row, 64)
+
+    def _found(self, method: str, plan: UnparkRow) -> _Row:
+        """A row of these tokens, whoever computed them: what is left of them, as it would be computed by itself."""
         self._pure(method)
-        row, stamps = self._empty(method), []
-        for token in plan.seen.tolist():
-            row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
-            row.history.append(token)
-            stamps.append(row.last_stamp)
-        rows = np.array(stamps, np.int64)
-        length = int(plan.lengths.max())
-        if length < len(rows):
-            pages = plan.pages[..., : self._limits.geometry.pages(length)]
-            positions = positions_of(self.prune.stamps(row.granularity, pages, length))
-            self._require(bool((positions < len(rows)).all()), f"row {plan.row} has rows of tokens it has not seen")
-            rows = rows[positions]
+        row, count = self._empty(method), int(plan.lengths.max())
+        row.table[..., : plan.pages.shape[-1]] = np.maximum(plan.pages, 0)
+        row.history, row.resumed = plan.seen.tolist(), True
+        pages, offsets = self._places(row, 0, 0, 0, count)
+        rows = self._pool[pages[0], offsets] - self._cells(row, 0, 0)[0]
         row.stamps = [[rows.copy() for _ in layer] for layer in row.stamps]
+        self._settle(row)
+        text, at = self._text(row.history), positions_of(rows)
+        self._require(
+            bool((np.diff(at) > 0).all()) and (not count or at[-1] < len(text)), "rows are not in their order"
+        )
+        for stamp, position in zip(rows.tolist(), at.tolist(), strict=True):
+            known = stamp == text[position] or self._derived.get(stamp) == text[position]
+            self._require(known, f"the row of token {position} is of another text")
         return row
+
+    def _text(self, history: list[int]) -> list[int]:
+        """What stands for tokens that were computed with all before them."""
+        stamps = [0]
+        for position, token in enumerate(history):
+            stamps.append(next_stamp(stamps[-1], token, position))
+        return stamps[1:]
+
+    def _settle(self, row: _Row) -> None:
+        """Finds out what the next token of a row sees."""
+        text = self._text(row.history)
+        row.last_stamp, row.context = text[-1] if text else 0, None
+        if self._limits.methods[row.method].pure_prefix:
+            rows = row.stamps[0][0].tolist()
+            row.context = None if rows == text else sum(rows) & _MASK
+
+    def _stamp(self, row: _Row, token: int) -> int:
+        """What stands for the next token of a row: it depends on all before it, or on the rows that are left of that."""
+        stamp = row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
+        if row.context is not None:
+            stamp = next_stamp(row.context, token, len(row.history))
+            row.context = (row.context + stamp) & _MASK
+            self._derived[stamp] = row.last_stamp
+        row.history.append(token)
+        return stamp
 
     def _pure(self, method: str) -> None:
         self._require(self._limits.methods[method].pure_prefix, f"rows of {method} are no function of the tokens")
@@ -718,6 +753,10 @@ class MockRunner:
         state.history = arrays["history"].tolist()
         state.last_stamp, state.prompt_end, state.compacted_at, state.replayed, resumed = arrays["numbers"].tolist()
         state.resumed = bool(resumed)
+        self._settle(state)
+        if state.context is not None:
+            text, rows = self._text(state.history), state.stamps[0][0]
+            self._derived |= {s: text[at] for s, at in zip(rows.tolist(), positions_of(rows).tolist(), strict=True)}
         if "rows" not in arrays:
             return SwappedRow(state, int(self._pages(lengths).sum()) * 64)
         span = self._limits.geometry.head_pages_per_page(state.granularity)
@@ -767,11 +806,7 @@ class MockRunner:
     def _append(self, index: int, row: _Row, tokens: list[int], updates: np.ndarray | None) -> None:
         self._check_contents(index, row)
         self._update_table(row, updates)
-        stamps = []
-        for token in tokens:
-            row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
-            row.history.append(token)
-            stamps.append(row.last_stamp)
+        stamps = [self._stamp(row, token) for token in tokens]
         before = self._lengths(row)
         for layer in row.stamps:
             for h, old in enumerate(layer):
@@ -830,7 +865,8 @@ class MockRunner:
         return slice(page * parts, (page + 1) * parts)
 
     def _sample(self, index: int, row: _Row, sampling: SamplingRow) -> int:
-        row.last_token = self._next(row.history, sampling, self._stops[index])
+        seen = row.history if row.context is None else [*row.history, row.context]
+        row.last_token = self._next(seen, sampling, self._stops[index])
         return row.last_token
 
     def _ticket(

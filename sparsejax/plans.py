@@ -511,6 +511,10 @@ class Runner(Protocol):
 
     def unpark(self, method: str, plan: UnparkRow) -> None: ...
 
+    def bare(self, method: str, plan: UnparkRow) -> ParkedRow:
+        """What `park` would give of a row that keeps nothing beside these pages (`pure_prefix`). Needs no row."""
+        ...
+
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
         """Copies the pages and the state of a parked row to the host; where `pages` says -1, a page is left out."""
         ...

@@ -595,6 +595,9 @@ class DeviceRunner:
         args = np.int32(plan.row), parked, self._whole_table(method, plan.pages), *numbers
         self.state = self._run("unpark_row", method, transfers.unpark_row, *args)
 
+    def bare(self, method: str, plan: UnparkRow) -> ParkedRow:
+        return ParkedRow(self._nothing, _nbytes(self._nothing))
+
     def export_parked(self, method: str, pages: np.ndarray, parked: ParkedRow) -> SwappedRow:
         return self._export(self._head_pages(method, pages[pages >= 0]), parked.payload)
 

@@ -193,7 +193,7 @@ class Quality:
 
 @dataclasses.dataclass
 class Checkpoint:
-    """An earlier state of a chain: its first `processed` tokens, and a payload of its own. The rest is as in `Chain`."""
+    """An earlier state of a chain: its first `processed` tokens, and a payload of its own. Others as in `Chain`."""
 
     kind: Literal["prefix", "prompt_end", "turn_end"]
     processed: int
