@@ -69,9 +69,9 @@ def imported_distributions() -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
+    extras = PROJECT["optional-dependencies"]
     declared = {
-        distribution(requirement)
-        for requirement in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"]]
+        distribution(requirement) for requirement in [*PROJECT["dependencies"], *extras["gpu"], *extras["client"]]
     } | {"uvloop", "httptools"}
     undeclared = {
         name for name in imported_distributions() if COMPANIONS.get(name, name).replace("_", "-") not in declared
