@@ -20,7 +20,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsejax.config import ServerConfig
 from sparsejax.errors import EngineDeadError, RequestError
-from sparsejax.serving import chain_answer, chains, chat, completions, errors, health, metrics, models, tokenize
+from sparsejax.serving import (
+    chain_answer,
+    chains,
+    chat,
+    completions,
+    errors,
+    health,
+    metrics,
+    models,
+    prefix_cache,
+    prune,
+    tokenize,
+)
 from sparsejax.serving.auth import BearerAuth
 from sparsejax.serving.endpoint import IGNORED_HEADER, AppState
 from sparsejax.serving.respond import KEEP_ALIVE_S
@@ -90,6 +102,11 @@ def _routes() -> list[Route]:
         post("/v1/chains/{chain_id}/pin", chains.pin_chain),
         post("/v1/chains/{chain_id}/demote", chains.demote_chain),
         post("/v1/chain_cache/routing_match", chains.routing_match),
+        *(post(f"/v1/prefix_cache/{name}", endpoint) for name, endpoint in prefix_cache.ENDPOINTS.items()),
+        post("/v1/prefix_cache/prune", prune.start),
+        get("/v1/prefix_cache/prune", prune.listed),
+        get("/v1/prefix_cache/prune/{prune_id}", prune.get),
+        Route("/v1/prefix_cache/prune/{prune_id}", prune.cancel, methods=["DELETE"]),
         get("/v1/models", models.list_models),
         get("/v1/models/{name:path}", models.get_model),
         *(post(f"{prefix}/tokenize", tokenize.tokenize) for prefix in ("", "/v1")),

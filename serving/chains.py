@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import time
@@ -19,7 +18,7 @@ from sparsejax.request import ChainOptions
 from sparsejax.serving import anchoring, prompts
 from sparsejax.serving.append import suffix_ids
 from sparsejax.serving.chain_fields import chain_options, tenant_of
-from sparsejax.serving.endpoint import AppState, app_state, read_body
+from sparsejax.serving.endpoint import AppState, answer_of, app_state, read_body
 from sparsejax.serving.errors import JSON
 from sparsejax.serving.protocol import ChatBody, EmptyBody, ForkBody, LookupBody, MatchBody, PinBody
 from sparsejax.serving.sampling import check_model
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_LISTED = 1000
-ANSWER_TIMEOUT_S = 30.0
 
 
 async def list_chains(http: HTTPRequest) -> Response:
@@ -118,16 +116,7 @@ async def routing_match(http: HTTPRequest) -> Response:
 
 async def ask(served: Served, function: Callable[[Chains], T]) -> T:
     """What the engine's thread answers, between two steps."""
-    answer = asyncio.wrap_future(served.engine.ask(function))
-    try:
-        return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
-    except TimeoutError:
-        raise RequestError(
-            f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s",
-            status=503,
-            code="engine_busy",
-            retry_after_s=5.0,
-        ) from None
+    return await answer_of(served.engine.ask(function))
 
 
 def _served(http: HTTPRequest) -> Served:

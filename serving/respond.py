@@ -48,7 +48,7 @@ async def respond(
     """
     timeout_s = _timeout_s(http)
     loop = asyncio.get_running_loop()
-    watch = asyncio.ensure_future(_disconnected(http.receive))
+    watch = asyncio.ensure_future(disconnected(http.receive))
     watch.add_done_callback(lambda _: generation.abandon())
     timers: list[_KeepAlive | asyncio.TimerHandle] = [_KeepAlive(generation, keep_alive_s)] if stream else []
     started = False
@@ -146,8 +146,8 @@ def _timeout_s(http: HTTPRequest) -> float | None:
     return timeout_s
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The body was read before, so nothing else can come."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. The body was read before, or there is none, so nothing else matters."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from sparsejax.chains import Chains
+from sparsejax.caches import Caches
 from sparsejax.config import ServerConfig
 from sparsejax.engine import Engine
 from sparsejax.mock import MockRunner
@@ -66,13 +66,15 @@ class LiveServer:
         self.wait_for(lambda: not (s := self.engine.snapshot).busy and not s.running + s.waiting + s.swapped, timeout_s)
 
     def drop_chains(self) -> None:
-        """Ends every chain without a turn."""
+        """Ends every chain without a turn, and gives up what the prefix cache has that nobody needs."""
 
-        def drop(chains: Chains) -> None:
-            for chain in [c for c in chains.index.chains.values() if not c.busy]:
-                chains.index.drop(chain, "deleted")
+        def drop(caches: Caches) -> None:
+            chains, blocks = caches.chains.index, caches.radix.index
+            for chain in [c for c in chains.chains.values() if not c.busy]:
+                chains.drop(chain, "deleted")
+            blocks.evict(blocks.num_pages)
 
-        self.engine.ask(drop).result(5.0)
+        self.engine.consult(drop).result(5.0)
 
     def pages_free(self) -> bool:
         s = self.engine.snapshot
