@@ -23,7 +23,8 @@ import httpx
 
 T = TypeVar("T")
 
-_OVER = frozenset({"completed", "failed", "blocked", "cancelled"})
+_DONE = frozenset({"completed", "skipped"})
+_OVER = _DONE | {"failed", "blocked", "cancelled"}
 _LONGEST_POLL_S = 20.0
 
 
@@ -109,16 +110,18 @@ class PruneJob:
     """A prune job as it was when the server was asked.
 
     Attributes:
-      status: queued, running, completed, failed, cancelled, or blocked: what it needs was not to be had in time.
+      prune_id: of the job, None if there is none.
+      status: queued, running, completed, failed, cancelled; blocked: what it needs was not to be had in time; skipped:
+        there is nothing that could go, so there is no job.
       policy, ranges: what is pruned, [start, stop) in tokens.
       result: once completed: `logical_tokens`, `retained_tokens`, `freed_device_slots` and more.
       error: once failed: `message` and `code`.
       fields: the whole answer, for instance `skipped`: what of the request has no whole block.
     """
 
-    prune_id: str
+    prune_id: str | None
     status: str
-    policy: str
+    policy: str | None
     ranges: list[list[int]]
     result: dict[str, Any] | None
     error: dict[str, Any] | None
@@ -282,8 +285,9 @@ class Client:
         body: dict[str, Any] = {"messages": list(messages), "prune": [dict(one) for one in prune], **fields}
         if policy is not None:
             body["policy"] = policy
-        job = _made(PruneJob, self._ask("POST", "/v1/prefix_cache/prune", body))
-        return self.wait(job.prune_id, timeout_s) if wait and not job.over else _checked(job) if wait else job
+        nothing = {"policy": policy, "ranges": [], "result": None, "error": None}
+        job = _made(PruneJob, nothing | self._ask("POST", "/v1/prefix_cache/prune", body))
+        return job if job.over or not wait or job.prune_id is None else self.wait(job.prune_id, timeout_s)
 
     def wait(self, prune_id: str, timeout_s: float = 900.0) -> PruneJob:
         """A prune job once it is over. Raises ClientError if it failed or takes longer."""
@@ -379,7 +383,7 @@ def _made(kind: type[T], answer: Mapping[str, Any]) -> T:
 
 
 def _checked(job: PruneJob) -> PruneJob:
-    if job.status == "completed":
+    if job.status in _DONE:
         return job
     error = job.error or {}
     raise ClientError(f"prune job {job.prune_id} {job.status}: {error.get('message', 'no reason given')}", body=error)

@@ -141,8 +141,15 @@ def test_a_job_is_not_waited_for() -> None:
     job = client.prune(ASK, PRUNE, wait=False)
     assert not job.over
     assert job.freed_tokens == 0
-    assert client.cancel(job.prune_id).status == "cancelled"
+    assert client.cancel(job.prune_id or "").status == "cancelled"
     assert jobs.asked[1][:2] == ("DELETE", "/v1/prefix_cache/prune/prune_1")
+
+
+def test_there_is_nothing_to_prune() -> None:
+    answer = {"prune_id": None, "status": "skipped", "skipped": [{"message": 3, "reason": "shorter_than_a_block"}]}
+    job = by_hand(lambda request: httpx.Response(200, json=answer)).prune(ASK, PRUNE)
+    assert (job.status, job.over, job.freed_tokens, job.ranges) == ("skipped", True, 0, [])
+    assert job.fields["skipped"][0]["message"] == 3
 
 
 @pytest.mark.parametrize("status", ["failed", "blocked"])
