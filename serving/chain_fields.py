@@ -1,4 +1,4 @@
-"""The fields of a request that say how it uses the Chain Cache, checked."""
+"""The fields of a request that say how it uses the Chain Cache and the prefix cache, checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 
 from sparsejax.errors import ChainDisabledError, RequestError
-from sparsejax.request import ChainOptions
+from sparsejax.request import ChainOptions, PrefixOptions
 from sparsejax.serving.state import Served
 
 MAX_ID_CHARS = 128
@@ -69,9 +69,7 @@ def chain_options(
     if len(chain_id) > MAX_ID_CHARS:
         raise RequestError(f"chain_id has {len(chain_id)} characters, at most {MAX_ID_CHARS}", param="chain_id")
     _check(sent, chain_id)
-    salt = getattr(body, "cache_salt", None) or ""
-    if len(salt) > MAX_SALT_CHARS:
-        raise RequestError(f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS}", param="cache_salt")
+    salt = _salt(body)
     if chain_id:
         if opted_out(body):
             raise RequestError("chain=false and a chain_id exclude each other", param="chain")
@@ -106,6 +104,18 @@ def chain_options(
         recall=sent.get("recall", "off"),
         recall_budget=sent.get("recall_budget", ChainOptions.recall_budget),
     )
+
+
+def prefix_options(body: Any, tenant: str) -> PrefixOptions:
+    """Whose rows a request may begin with, and which of them. Arguments and errors as in `chain_options`."""
+    return PrefixOptions(_salt(body), tenant, bool(getattr(body, "require_unpruned", None)))
+
+
+def _salt(body: Any) -> str:
+    salt = getattr(body, "cache_salt", None) or ""
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS}", param="cache_salt")
+    return salt
 
 
 def opted_out(body: Any) -> bool:

@@ -18,7 +18,7 @@ from sparsejax.serving.anchoring import Prompt
 from sparsejax.serving.answer import ID, Answer
 from sparsejax.serving.append import check_append, suffix_ids
 from sparsejax.serving.chain_answer import message_at
-from sparsejax.serving.chain_fields import chain_options, tenant_of
+from sparsejax.serving.chain_fields import chain_options, prefix_options, tenant_of
 from sparsejax.serving.endpoint import answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.logprobs import chat_logprobs
@@ -40,6 +40,7 @@ async def chat_completions(http: HTTPRequest) -> Response:
     params = sampling_params(body, served, max_tokens=max_tokens, max_tokens_field=max_tokens_field, logprobs=logprobs)
     hindrance = "n" if params.n > 1 else None
     chain = chain_options(body, served, tenant_of(http), hindrance=hindrance)
+    prefix = prefix_options(body, tenant_of(http))
     identity = ID.new("chatcmpl")
 
     sent: list[Prompt] = []
@@ -47,7 +48,7 @@ async def chat_completions(http: HTTPRequest) -> Response:
     async def engine_turn(prompt: Prompt) -> Request:
         sent.append(prompt)
         request_id = identity.engine_id(len(sent) - 1)
-        return engine_request(http, request_id, prompt.ids, params, body.sparse_method, served, prompt.chain)
+        return engine_request(http, request_id, prompt.ids, params, body.sparse_method, served, prefix, prompt.chain)
 
     async def whole(options: ChainOptions | None) -> Request:
         return await engine_turn(await _prompt(app.state, served, body, options))

@@ -14,7 +14,7 @@ from sparsejax.request import ChainOptions
 from sparsejax.serving import anchoring, prompts
 from sparsejax.serving.anchoring import Prompt
 from sparsejax.serving.answer import ID, Answer
-from sparsejax.serving.chain_fields import chain_options, tenant_of
+from sparsejax.serving.chain_fields import chain_options, prefix_options, tenant_of
 from sparsejax.serving.endpoint import AppState, answer_headers, app_state, engine_request, log_request, read_body
 from sparsejax.serving.errors import JSON
 from sparsejax.serving.generation import Generation
@@ -42,10 +42,13 @@ async def completions(http: HTTPRequest) -> Response:
     prompts_given = len(body.prompt) if isinstance(body.prompt, list) and not _is_ids(body.prompt) else 1
     hindrance = "n" if params.n > 1 else "echo" if body.echo else None
     chain = chain_options(body, served, tenant_of(http), prompts=prompts_given, hindrance=hindrance)
+    prefix = prefix_options(body, tenant_of(http))
     sent = await _prompts(app, served, body, chain)
     identity = ID.new("cmpl")
     requests = [
-        engine_request(http, identity.engine_id(i), prompt.ids, params, body.sparse_method, served, prompt.chain)
+        engine_request(
+            http, identity.engine_id(i), prompt.ids, params, body.sparse_method, served, prefix, prompt.chain
+        )
         for i, prompt in enumerate(sent)
     ]
     generation = Generation(served, requests, prompt_context=True)

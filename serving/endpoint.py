@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from sparsejax.errors import RequestError
-from sparsejax.request import ChainOptions, Request, SamplingParams
+from sparsejax.request import ChainOptions, PrefixOptions, Request, SamplingParams
 from sparsejax.serving.answer import ID
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.protocol import decode_body, ignored_header
@@ -81,13 +81,14 @@ def engine_request(
     params: SamplingParams,
     sparse_method: str | None,
     served: Served,
+    prefix: PrefixOptions,
     chain: ChainOptions | None = None,
 ) -> Request:
     """A checked engine request. `max_tokens` beyond the window means up to its end, unless requests are strict."""
     room = served.max_model_len - len(prompt_ids)
     if params.max_tokens is not None and room > 0 and not app_state(http).strict_requests:
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
-    request = Request(request_id, tuple(prompt_ids), params, sparse_method, chain=chain)
+    request = Request(request_id, tuple(prompt_ids), params, sparse_method, chain=chain, prefix=prefix)
     request.validate(served.tokenizer.vocab_size)
     return request
 

@@ -80,6 +80,7 @@ async def server_info(http: HTTPRequest) -> Response:
             "method": served.default_method,
             "methods": list(served.methods),
             "chain_cache": served.chain_cache,
+            "prefix_cache": served.prefix_cache,
             "info": {name: dict(facts) for name, facts in served.info.items()},
         }
     )

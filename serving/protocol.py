@@ -89,6 +89,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     recall: str | None = None
     recall_budget: int | str | None = None
+    # Rows that other requests computed (see docs/prefix-cache.md).
+    require_unpruned: bool | None = None
 
 
 class ContentPart(msgspec.Struct):

@@ -5,6 +5,7 @@ The loading thread writes, request handlers read. Each change replaces one immut
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import os
@@ -17,8 +18,10 @@ from sparsejax.config import Progress
 from sparsejax.errors import EngineDeadError, RequestError, ShuttingDownError
 from sparsejax.request import Request, TokenEvent
 from sparsejax.serving.history import History
+from sparsejax.serving.tool_results import ToolResults
 
 if TYPE_CHECKING:
+    from sparsejax.caches import Caches
     from sparsejax.chains import Chains
     from sparsejax.engine import EngineSnapshot
     from sparsejax.metrics import EngineMetrics
@@ -74,6 +77,8 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> None: ...
     def stop(self, request_id: str, index: int, visible_tokens: int | None = None) -> None: ...
     def ask(self, function: Callable[[Chains], T]) -> Future[T]: ...
+    def consult(self, function: Callable[[Caches], T]) -> Future[T]: ...
+    def peek(self, function: Callable[[Caches], T]) -> T: ...
 
     @property
     def snapshot(self) -> EngineSnapshot: ...
@@ -96,6 +101,7 @@ class Served:
       template_variables: given to the chat template unless the request says otherwise.
       model_path: where the model came from, for `root` in /v1/models.
       chain_cache: conversations are kept between their turns.
+      prefix_cache: requests that begin alike share what they begin with.
       info: facts for /server_info and the info metrics, in groups: {"cache_config": {"page_size": 16, ...}, ...}.
     """
 
@@ -110,6 +116,7 @@ class Served:
     model_path: str = ""
     info: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     chain_cache: bool = True
+    prefix_cache: bool = True
 
 
 class ServerState:
@@ -121,9 +128,12 @@ class ServerState:
         self.progress = Progress()
         self.error: BaseException | None = None
         self.active_requests = 0  # HTTP requests that hold engine requests; event loop only
+        self.waiting_for_jobs = 0  # HTTP requests that wait for prune jobs; event loop only
         self._served: Served | None = None
         workers = min(4, os.cpu_count() or 1)
         self.history = History()
+        self.tool_results = ToolResults()
+        self.tasks: set[asyncio.Task[None]] = set()  # what is done after answers; event loop only
         self.tokenize_pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
 
     def report(self, progress: Progress) -> None:

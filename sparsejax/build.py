@@ -127,6 +127,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         stall_target_ms=config.stall_target_ms,
         swap_bytes=config.swap_bytes,
         chain_cache=config.chain_cache == "on",
+        prefix_cache=config.prefix_cache,
         chain_host_bytes=config.chain_host_bytes,
         recall_host_bytes=config.recall_host_bytes,
         chain_ttl_s=config.chain_ttl_s,

@@ -32,6 +32,7 @@ _GROUPS = {
     "sparsity": "sparse method",
     "memory": "memory and batching",
     "chains": "conversations (chains)",
+    "prefix cache": "shared beginnings (prefix cache)",
     "compilation": "compilation",
     "server": "HTTP server",
 }

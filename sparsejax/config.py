@@ -198,6 +198,10 @@ class EngineConfig:
         low=0.1,
         unit="s",
     )
+    # Prefix cache
+    prefix_cache: bool = _setting(
+        True, "requests that begin alike share the rows of what they begin with", group="prefix cache"
+    )
     tensor_parallel_size: int = _setting(1, "devices that share each layer; only 1 works so far", group="memory", low=1)
     # Compilation
     precompile: str = _setting(

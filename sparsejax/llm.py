@@ -16,7 +16,7 @@ from sparsejax.detokenize import CONTEXT_TOKENS, Choice, Delta
 from sparsejax.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 from sparsejax.outputs import Completion, Gathered, Output
 from sparsejax.plans import RunnerLimits
-from sparsejax.request import ChainOptions, Request, SamplingParams, TokenEvent
+from sparsejax.request import ChainOptions, PrefixOptions, Request, SamplingParams, TokenEvent
 
 __all__ = ["LLM", "Built", "Completion", "Output"]
 
@@ -135,6 +135,7 @@ class LLM:
         sparse_method: str | None = None,
         progress: bool = True,
         chain: Chain = None,
+        prefix: PrefixOptions | None = None,
     ) -> list[Completion]:
         """Continues prompts, batched as the engine can.
 
@@ -146,6 +147,8 @@ class LLM:
           chain: keep the conversation's memory, for all prompts or one for each; None keeps nothing. With
             `ChainOptions()` a chain begins, or a known beginning is found; with `ChainOptions(chain_id=...)` one goes
             on, and only what is new is computed; with `append=True`, too, the prompt is only what is new.
+          prefix: with whom the prompts share what they begin with (see docs/prefix-cache.md); None shares with all of
+            this process that have no salt, and that of `chain` where there is one.
 
         Returns:
           One completion per prompt, in order.
@@ -161,7 +164,7 @@ class LLM:
           >>> llm.generate(" The end came when", chain=goes_on)[0].stats.cached_tokens
         """
         given, texts = self._prompts(prompts, special=not _appends(chain))
-        return self._complete(given, texts, sampling_params, sparse_method, progress, context=True, chain=chain)
+        return self._complete(given, texts, sampling_params, sparse_method, progress, True, chain, prefix)
 
     def chat(
         self,
@@ -171,6 +174,7 @@ class LLM:
         sparse_method: str | None = None,
         progress: bool = True,
         chain: Chain = None,
+        prefix: PrefixOptions | None = None,
         add_generation_prompt: bool = True,
         **template_variables: Any,
     ) -> list[Completion]:
@@ -178,7 +182,8 @@ class LLM:
 
         Args:
           messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
-          sampling_params, sparse_method, progress, chain: as in `generate`; messages are always the whole conversation.
+          sampling_params, sparse_method, progress, chain, prefix: as in `generate`; messages are always the whole
+            conversation.
           add_generation_prompt: end the prompt with the opening of an assistant message.
           template_variables: for the chat template, e.g. enable_thinking=False.
 
@@ -190,7 +195,7 @@ class LLM:
         _whole_messages(chain)
         prompts = [self._render(one, add_generation_prompt, template_variables) for one in conversations]
         texts: list[str | None] = [None] * len(prompts)
-        return self._complete(prompts, texts, sampling_params, sparse_method, progress, context=False, chain=chain)
+        return self._complete(prompts, texts, sampling_params, sparse_method, progress, False, chain, prefix)
 
     def stream_chat(
         self,
@@ -199,6 +204,7 @@ class LLM:
         *,
         sparse_method: str | None = None,
         chain: ChainOptions | None = None,
+        prefix: PrefixOptions | None = None,
         **template_variables: Any,
     ) -> Iterator[Delta]:
         """Answers one conversation piece by piece; closing the iterator cancels the answer.
@@ -209,7 +215,7 @@ class LLM:
         _whole_messages(chain)
         prompt = self._render(messages, True, template_variables)
         params = self.default_params() if sampling_params is None else sampling_params
-        requests = self._requests([prompt], [params], sparse_method, [chain])
+        requests = self._requests([prompt], [params], sparse_method, [chain], prefix)
         for _, delta in self._run(requests, context=False):
             yield delta
 
@@ -232,6 +238,7 @@ class LLM:
         progress: bool,
         context: bool,
         chain: Chain,
+        prefix: PrefixOptions | None,
     ) -> list[Completion]:
         if sampling_params is None:
             sampling_params = self.default_params()
@@ -244,7 +251,7 @@ class LLM:
         chains = [chain] * len(prompts) if chain is None or isinstance(chain, ChainOptions) else list(chain)
         if len(chains) != len(prompts):
             raise RequestError(f"{len(chains)} chains for {len(prompts)} prompts", param="chain")
-        requests = self._requests(prompts, params, sparse_method, chains)
+        requests = self._requests(prompts, params, sparse_method, chains, prefix)
         gathered = [[Gathered() for _ in range(request.params.n)] for request in requests]
         with _bar(len(requests), progress) as bar:
             tokens = 0
@@ -271,12 +278,14 @@ class LLM:
         params: Sequence[SamplingParams],
         sparse_method: str | None,
         chains: Sequence[ChainOptions | None],
+        prefix: PrefixOptions | None,
     ) -> list[Request]:
         """Checked requests: a wrong one is refused before any of them runs."""
         batch, window = uuid.uuid4().hex, self.limits.geometry.max_model_len
         requests = []
         for i, (ids, one, chain) in enumerate(zip(prompts, params, chains, strict=True)):
-            request = Request(f"llm-{batch}-{i}", tuple(ids), one, sparse_method, chain=chain)
+            shares = PrefixOptions() if prefix is None and chain is None else prefix
+            request = Request(f"llm-{batch}-{i}", tuple(ids), one, sparse_method, chain=chain, prefix=shares)
             request.validate(self.limits.vocab_size)
             if len(request.prompt_ids) >= window:
                 raise ContextLengthError(

@@ -99,6 +99,7 @@ def serve_built(built: Built, server: ServerConfig) -> Served:
         model_path=built.model_path,
         info=built.info,
         chain_cache=built.engine.settings.chain_cache,
+        prefix_cache=built.engine.settings.prefix_cache,
     )
 
 

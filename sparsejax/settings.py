@@ -31,7 +31,7 @@ class EngineSettings:
         4 << 30, "host memory for swapped-out requests; beyond it they are recomputed", 0, unit="B"
     )
     chain_cache: bool = _setting(True, "keep conversations between their turns", 0, 1)
-    prefix_cache: bool = _setting(False, "share pages of requests that begin alike", 0, 1)
+    prefix_cache: bool = _setting(True, "share pages of requests that begin alike", 0, 1)
     chain_queue_timeout_s: float | None = _setting(
         None, "longest wait of a turn that names its chain. None: queue_timeout_s", 0.001, unit="s"
     )

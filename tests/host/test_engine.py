@@ -72,10 +72,11 @@ def test_chains_are_asked_on_the_engine_thread() -> None:
         assert threads.result(10.0) == ("sparsejax-engine", [chain_id])
         kept = engine.consult(lambda caches: (threading.current_thread().name, len(caches.chains.index.chains), caches))
         name, count, caches = kept.result(10.0)
-        assert (name, count, caches.radix.index.num_blocks) == ("sparsejax-engine", 1, 0)
+        assert (name, count, caches.radix.index.num_blocks) == ("sparsejax-engine", 1, 1)
         with pytest.raises(ChainNotFoundError):
             engine.ask(lambda chains: chains.index.find(ChainIds(b"").mint())).result(10.0)
         assert engine.ask(lambda chains: chains.index.drop(chains.index.find(chain_id), "deleted")).result(10.0) is None
+        assert engine.consult(lambda caches: caches.radix.index.evict(2)).result(10.0) == 1
         wait_for(lambda: idle(engine))
     with pytest.raises(EngineDeadError):
         engine.ask(lambda chains: None).result(10.0)
