@@ -94,8 +94,7 @@ class RecallPrograms:
             found += [self._probe(name), self._front(name)]
             found += [self._logits(name, pages) for pages in PACKED_PAGES]
             found += [self._votes(pages) for pages in PACKED_PAGES]
-            if _aux_names(statics.method, self._geometry, "page"):
-                found.append(self._page_aux(name))
+            found += self.page_aux_programs(name)
         yield from {program.key: program for program in found}.values()
 
     def _call(self, program: Program, *args: Any) -> Any:
@@ -199,6 +198,10 @@ class RecallPrograms:
         key, static = ("page_votes", pages), {"heads": self._geometry.num_kv_heads}
         return Program("page_votes", key, f"page_votes[pages={pages}]", recall_steps.page_votes, args, static)
 
+    def page_aux_programs(self, name: str) -> list[Program]:
+        """What `build_page_aux` needs."""
+        return [self._page_aux(name)] if _aux_names(self._statics[name].method, self._geometry, "page") else []
+
     def _page_aux(self, name: str) -> Program:
         def args() -> tuple:
             lengths = np.zeros(self._shape(name), np.int32)
@@ -297,7 +300,7 @@ class RecallPrograms:
                 program = self._adopt(name, pages.width)
                 runner.state = self._call(program, runner.state, pages.fresh, ids)
                 start += pages.width
-            self._build_page_aux(name, plan.pages)
+            self.build_page_aux(name, plan.pages)
             return 0
         for ids in runner._blocks(head_pages):
             block = slice(start, start + len(ids))
@@ -306,14 +309,14 @@ class RecallPrograms:
             in_flight.add(content, sum(leaf.nbytes for leaf in jax.tree.leaves(content)))
             runner.state = runner._run("import_rows", None, transfers.import_rows, ids, content)
             moved, start = moved + nbytes, start + len(ids)
-        self._build_page_aux(name, plan.pages)
+        self.build_page_aux(name, plan.pages)
         return moved
 
-    def _build_page_aux(self, name: str, pages: np.ndarray) -> None:
+    def build_page_aux(self, name: str, pages: np.ndarray) -> None:
         """What the method keeps of each page; `pages` as in `LendPages`."""
-        if _aux_names(self._statics[name].method, self._geometry, "page"):
+        for program in self.page_aux_programs(name):
             lengths = ((pages >= 0).sum(2) * self._geometry.page_size).astype(np.int32)
-            program, table = self._page_aux(name), self._runner._whole_table(name, pages)
+            table = self._runner._whole_table(name, pages)
             self._runner.state = self._call(program, self._runner.state, table, lengths)
 
     def _gather(

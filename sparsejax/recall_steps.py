@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsejax.forward import Batch, Cache, Statics, layers, load_tile
+from sparsejax.forward import Statics, load_tile
 from sparsejax.geometry import Geometry
-from sparsejax.method import Aux, AuxSpec, Method, ObserveContext, Phase, Written
-from sparsejax.models.registry import get_architecture
+from sparsejax.method import Aux, ObserveContext, Phase, Written
 from sparsejax.models.spec import Weights
 from sparsejax.pallas_kernels import api
 from sparsejax.pallas_kernels.layout import POSITIONS
+from sparsejax.probe_steps import probing, run_probe
 from sparsejax.state import KVState, layer_view
 from sparsejax.steps import MaintainInputs, compact, per_token, update_tables
 
@@ -139,11 +139,6 @@ def adopt_pages(state: KVState, packed: PackedPages, head_pages: jax.Array) -> K
     return state.replace(pools=write(state.pools, packed.pools), page_aux=write(state.page_aux, packed.page_aux))
 
 
-def _probe_aux(params: Any, geometry: Geometry) -> dict[str, AuxSpec]:
-    heads = geometry.num_q_heads
-    return {QUERIES: AuxSpec("row", (heads, geometry.head_dim)), MASS: AuxSpec("row", (heads,), "float32")}
-
-
 def _record(params: Any, geometry: Geometry, page_aux: Aux, row_aux: Aux, written: Written) -> tuple[Aux, Aux]:
     assert written.queries is not None
     return page_aux, {**row_aux, QUERIES: row_aux[QUERIES].at[written.layer].set(written.queries[0])}
@@ -168,10 +163,8 @@ def _sum_up(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
 
 
 def probe_statics(statics: Statics) -> Statics:
-    """The same model and storage under a method that only takes queries down, and so touches nobody's statistics."""
-    grain = statics.method.granularity
-    probe = Method("probe", "none", granularity=grain, aux=_probe_aux, on_write=_record, observe=_sum_up)
-    return Statics(statics.spec, statics.geometry, probe, statics.storage, statics.implementation)
+    """The same model and storage under a method that only takes queries down."""
+    return probing(statics, "probe", on_write=_record, observe=_sum_up)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
@@ -195,14 +188,10 @@ def probe_rows(
     geometry, name = statics.geometry, statics.method.granularity.value
     state = update_tables(statics, state, updates)
     rows, num_new = numbers[:1], numbers[1:2]
-    positions = numbers[2] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     table, start = state.tables[name][:, :, rows], state.lengths[name][:, :, rows]
-    batch = Batch(rows, table, start, num_new, positions, tokens)
-    model = get_architecture(statics.spec.architecture)
     shape = geometry.num_layers, tokens.shape[1], geometry.num_q_heads, geometry.head_dim
     aux = {QUERIES: jnp.zeros(shape, geometry.dtype), MASS: jnp.zeros(shape[:3], jnp.float32)}
-    cache = Cache(state.pools, {}, aux, {})
-    _, cache = layers(statics, "prefill", weights, model.embed(statics.spec, weights, tokens), batch, cache)
+    cache = run_probe(statics, weights, state.pools, tokens, table, start, num_new, numbers[2], aux)
     last = num_new - VOTERS + jnp.arange(VOTERS, dtype=jnp.int32)
     queries, total = (jnp.take(cache.row_aux[name], jnp.maximum(last, 0), axis=1) for name in (QUERIES, MASS))
     return state.replace(pools=cache.pools), queries, jnp.where(last[None, :, None] >= 0, total, -jnp.inf)

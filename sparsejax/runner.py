@@ -27,17 +27,21 @@ from sparsejax.plans import (
     FrontRow,
     LendPages,
     MaintainRow,
+    PackRows,
     ParkedRow,
     PrefillRow,
     ProbeRow,
     ReplayRow,
+    RowScores,
     RunnerLimits,
     SamplingRow,
+    ScoreRow,
     StepResult,
     SwappedRow,
     UnparkRow,
 )
 from sparsejax.programs import Compiled, Program, compile_all, compile_one
+from sparsejax.prune_programs import PrunePrograms
 from sparsejax.recall_programs import RecallPrograms, Scores
 from sparsejax.sampling import GENERAL, GREEDY, INT_COLUMNS, NUM_LOGPROBS, SAMPLE, greedy_inputs
 from sparsejax.state import IN_PROMPT, MAX_BIAS, MAX_STOP_IDS, KVState, StateSize, empty_state, sequence_page_nbytes
@@ -99,18 +103,18 @@ class ReplayTicket:
         return StepResult(np.full(1, -1, np.int32), np.asarray(self._ok)[:1])
 
 
-class RowCounts:
-    """Counts under way (see `plans.CountTicket`): int32 [layers, heads]."""
+class ArrayTicket:
+    """A small array under way (see `plans.ArrayTicket`)."""
 
-    def __init__(self, counts: jax.Array):
-        self._counts = counts
-        self._counts.copy_to_host_async()
+    def __init__(self, array: jax.Array):
+        self._array = array
+        self._array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        return self._counts.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
 
     def result(self) -> np.ndarray:
-        return np.asarray(self._counts)
+        return np.asarray(self._array)
 
 
 class DeviceRunner:
@@ -130,7 +134,7 @@ class DeviceRunner:
       fail_on_retrace: raise when a program is compiled after `seal`.
       on_compile: called with (program name, seconds) for every compilation.
       identity, knobs: see `plans.RunnerLimits`.
-      recall: `programs` gives those of recall, too.
+      recall, prune: `programs` gives those of recall and of pruning, too.
     """
 
     def __init__(
@@ -152,6 +156,7 @@ class DeviceRunner:
         identity: Mapping[str, Any] | None = None,
         knobs: Mapping[str, Any] | None = None,
         recall: bool = False,
+        prune: bool = False,
     ) -> None:
         self._limits = RunnerLimits(
             geometry=geometry,
@@ -181,7 +186,8 @@ class DeviceRunner:
         self._on_compile = on_compile or (lambda name, seconds: None)
         self.num_late_compiles = 0
         self._recall = RecallPrograms(self, self._statics, self._kept)
-        self._serves_recall = recall
+        self._prune = PrunePrograms(self, self._recall, self._statics)
+        self._serves_recall, self._serves_prune = recall, prune
 
     @property
     def limits(self) -> RunnerLimits:
@@ -257,6 +263,8 @@ class DeviceRunner:
         yield from {program.key: program for program in rows}.values()
         if self._serves_recall:
             yield from self._recall.programs()
+        if self._serves_prune:
+            yield from self._prune.programs()
 
     def _describe_rows(self, name: str) -> Iterator[Program]:
         row = np.int32(0)
@@ -502,13 +510,13 @@ class DeviceRunner:
         self.state, packed = program(self.state, logits, table, ints, floats)
         return StepTicket(packed, logits, len(sampling), wants_logprobs)
 
-    def count(self, method: str, plan: CountRow) -> RowCounts:
+    def count(self, method: str, plan: CountRow) -> ArrayTicket:
         kept = self._counts(self._methods[method], plan.phase)
         if not kept:
             raise ValueError(f"count: {method} counts nothing after {plan.phase!r}")
         key = "count", method, plan.phase, kept
         program = self._program(key, lambda: self._describe_count(method, plan.phase, kept))
-        return RowCounts(program(self.state, np.int32(plan.row), np.int32(plan.observed_tokens)))
+        return ArrayTicket(program(self.state, np.int32(plan.row), np.int32(plan.observed_tokens)))
 
     def maintain(self, method: str, plan: MaintainRow) -> tuple[EvictedPages, ...]:
         if plan.asked is not None:
@@ -538,6 +546,15 @@ class DeviceRunner:
 
     def front(self, method: str, plan: FrontRow) -> None:
         self._recall.front(method, plan)
+
+    def score_rows(self, method: str, plan: ScoreRow, scores: RowScores | None) -> RowScores:
+        return self._prune.score(method, plan, scores)
+
+    def read_scores(self, scores: RowScores) -> ArrayTicket:
+        return ArrayTicket(scores.payload)
+
+    def pack_rows(self, method: str, plan: PackRows) -> None:
+        self._prune.pack(method, plan)
 
     def fork(self, method: str, plan: ForkRow) -> None:
         if plan.copies:

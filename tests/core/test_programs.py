@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from sparsejax import sampling, steps, transfers
+from sparsejax import prune_steps, sampling, steps, transfers
 from sparsejax.arrays import is_spec
 from sparsejax.state import StateSize, state_specs
 from tests.contracts.compositions import start
@@ -63,7 +63,19 @@ def compiled(composition: str) -> tuple[dict, steps.KVState]:
     if session.method.evicts:
         inputs = steps.MaintainInputs(row, np.zeros(session.shape, np.int32), pages, row)  # type: ignore[arg-type]
         lowered["maintain_step"] = steps.maintain_step.lower(statics, state, inputs, phase="prompt", kept=13)
+    if session.method.pure_prefix:
+        lowered["score_rows"] = scoring(statics, weights, state, session.chunk)
+        rows = np.zeros(8 * geometry.page_size, np.int32)
+        lowered["pack_rows"] = prune_steps.pack_rows.lower(statics, state, table, rows, table[..., :8])
     return {name: program.compile() for name, program in lowered.items()}, state
+
+
+def scoring(statics: steps.Statics, weights, state: steps.KVState, chunk: int):
+    """The program that scores rows of a table of any width."""
+    shape, columns = statics.geometry.table_shape(statics.method.granularity), statics.geometry.max_pages
+    scores, table = np.zeros(columns * statics.geometry.page_size, np.float32), np.zeros((*shape, columns), np.int32)
+    given = scores, np.zeros((1, chunk), np.int32), table, np.zeros(3, np.int32)
+    return prune_steps.score_rows.lower(prune_steps.score_statics(statics), weights, state, *given)
 
 
 def nbytes(tree) -> int:
@@ -95,7 +107,7 @@ def test_pools_are_never_copied(composition):
         assert program.memory_analysis().temp_size_in_bytes < smallest / 2, name
 
 
-@pytest.mark.parametrize("composition", ["h2o", "kvzip"])
+@pytest.mark.parametrize("composition", ["h2o", "kvzip", "dense"])
 def test_rows_that_are_observed_are_not_copied(composition):
     """They are read between two layers that store rows, in a loop over pages: nothing but attention orders the two."""
     session = start(composition)
@@ -104,7 +116,9 @@ def test_rows_that_are_observed_are_not_copied(composition):
     specs = state_specs(geometry, StateSize(1, NUM_PAGES, session.spec.vocab_size), (session.method,), session.storage)
     state = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
     given = np.zeros((1, 3), np.int32), np.zeros((1, 5), np.int32)
-    if session.method.replays is not None:
+    if session.method.pure_prefix:
+        lowered = scoring(statics, session.weights, state, 8)
+    elif session.method.replays is not None:
         lowered = steps.replay_chunk.lower(statics, session.weights, state, np.zeros((1, 8), np.int32), *given)
     else:
         lowered = steps.decode_logits.lower(statics, session.weights, state, given[0][:, :2], given[1])
