@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sparsejax.chains import Chains
+from sparsejax.prune_jobs import PruneJobs
 from sparsejax.radix_cache import RadixCache
 
 
@@ -13,3 +14,4 @@ class Caches(NamedTuple):
 
     chains: Chains
     radix: RadixCache
+    prunes: PruneJobs

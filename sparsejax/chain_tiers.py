@@ -264,6 +264,15 @@ class Tiers(DiskTier):
             elif not rows.bounced and not self._promote(chain, rows):
                 return
 
+    def bring(self, chain: Chain) -> bool:
+        """One step towards an idle chain being on the device. Returns whether it is there."""
+        rows = chain.payload
+        if isinstance(rows, StoredRows) and not rows.in_memory and not rows.loading:
+            self._load(rows)
+        elif isinstance(rows, StoredRows) and rows.in_memory:
+            self._promote(chain, rows)
+        return isinstance(chain.payload, DeviceRows)
+
     def _promote(self, chain: Chain, rows: StoredRows) -> bool:
         granularity, began_s = self._runner.limits.methods[rows.method].granularity, self._clock()
         pages = self._memory.restore_aside(granularity, rows.lengths)

@@ -252,6 +252,7 @@ class Engine:
                     self._scheduler.check_integrity()
                 self._publish(busy)
                 self._log_status(busy)
+            self._scheduler.prunes.close()
             for request_id in list(self._scheduler.groups):
                 self._scheduler.cancel(request_id)
             self._publish(busy=False)

@@ -181,6 +181,18 @@ class PruneError(RequestError):
         super().__init__(message, param=param)
 
 
+class PruneNotFoundError(RequestError):
+    """There is no prune job with this id, or it was forgotten."""
+
+    status, code = 404, "prune_not_found"
+
+
+class PruneConflictError(RequestError):
+    """A prune job is not in the state for this, or its rows keep changing."""
+
+    status, code = 409, "prune_conflict"
+
+
 class EngineDeadError(RuntimeError):
     """The engine loop stopped on an error; the process must be restarted."""
 

@@ -32,6 +32,7 @@ from sparsejax.memory import Memory, SwapSpace
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import CountRow, ForkRow, MaintainRow, Runner
 from sparsejax.prefill import PrefillPlanner
+from sparsejax.prune_jobs import PruneJobs
 from sparsejax.radix_cache import RadixCache
 from sparsejax.request import FinishReason, Request, TokenEvent, TokenLogprob
 from sparsejax.rows import Group, Sequence, State
@@ -79,6 +80,8 @@ class Lifecycle:
         self.chains.tiers.unlease = self.radix.index.release
         self.chains.tiers.give_blocks = self.radix.reclaim
         self.chains.tiers.spare_pages = lambda: self.radix.spare_pages
+        patience_s = self.settings.starvation_bound_s
+        self.prunes = PruneJobs(runner, self.memory, self.chains, self.radix, clock, patience_s)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
@@ -141,7 +144,7 @@ class Lifecycle:
     @property
     def caches(self) -> Caches:
         """What is kept between requests."""
-        return Caches(self.chains, self.radix)
+        return Caches(self.chains, self.radix, self.prunes)
 
     def consult(self, function: Callable[[Caches], Any], answer: Future[Any]) -> None:
         """Calls a function with the caches and answers what it returns or raises."""
@@ -155,6 +158,7 @@ class Lifecycle:
     def fail_all(self, error: Exception) -> None:
         """Ends everything with an error event. The device is not touched any more, and the books may be wrong."""
         self.launches.clear()
+        self.prunes.fail_all(f"{error}")
         for group in list(self.groups.values()):
             for seq in group.choices:
                 try:
@@ -185,7 +189,8 @@ class Lifecycle:
         self.recall.check_integrity()
         rows = [c.payload for c in self.chains.index.chains.values() if isinstance(c.payload, DeviceRows)]
         choices = [s for group in self.groups.values() for s in group.choices]
-        self.radix.check_integrity([x.lease for x in (*rows, *choices) if x.lease is not None])
+        leases = [x.lease for x in (*rows, *choices) if x.lease is not None]
+        self.radix.check_integrity([*leases, *self.prunes.leases])
         if self.swap.used_bytes != sum(seq.swapped.nbytes for seq in self.swapped if seq.swapped):
             raise IntegrityError("the swap space is miscounted")
 

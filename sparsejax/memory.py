@@ -283,6 +283,12 @@ class Memory:
             raise PoolExhaustedError("the pages for a copy are not free, or promised to others")
         return pages.fork(share)
 
+    def fits_aside(self, granularity: Granularity, pages: int) -> bool:
+        """True if so many pages can be taken without a row while all promises are kept."""
+        promises, compaction = self._promised(None)
+        promises[granularity] += pages
+        return self.pool.fits({g: promises[g] + compaction[g] for g in Granularity})
+
     def restore_aside(self, granularity: Granularity, lengths: np.ndarray) -> RowPages | None:
         """Fresh pages without a row, for rows that come back; None, if these are promised to others or not free."""
         promises, compaction = self._promised(None)

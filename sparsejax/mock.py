@@ -662,7 +662,7 @@ class MockRunner:
             row.context = None if rows == text else sum(rows) & _MASK
 
     def _stamp(self, row: _Row, token: int) -> int:
-        """What stands for the next token of a row: it depends on all before it, or on the rows that are left of that."""
+        """What stands for the next token of a row: it depends on all before it, or on what is left of that."""
         stamp = row.last_stamp = next_stamp(row.last_stamp, token, len(row.history))
         if row.context is not None:
             stamp = next_stamp(row.context, token, len(row.history))

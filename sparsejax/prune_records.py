@@ -11,6 +11,7 @@ import numpy as np
 from sparsejax.errors import PruneError
 
 POLICIES = ("drop", "snapkv_global", "kvzip_global")
+OBSERVE, REPEAT = POLICIES[1:]
 ENDED = ("completed", "failed", "blocked", "cancelled")
 
 

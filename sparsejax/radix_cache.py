@@ -56,7 +56,8 @@ class RadixCache:
     ) -> None:
         self._runner = runner
         self._memory = memory
-        self._enabled = settings.prefix_cache
+        self.enabled = settings.prefix_cache
+        self.borrowed: list[RowPages] = []  # pages that prune jobs have
         self._scope_of = scope_of
         columns = memory.pool.num_sequence_pages - 1
         whole, each = MAX_PINNED_SHARES
@@ -68,13 +69,15 @@ class RadixCache:
         self._memory.pool.free(*payload)
 
     def held(self) -> Iterator[_Pages]:
-        """Every page that the index holds a reference of."""
+        """Every page that the index or a prune job holds a reference of."""
         for block in self.index.blocks():
             yield from block.pages or ()
+        for pages in self.borrowed:
+            yield pages.granularity, pages.held()
 
     def hindrance(self, method: str) -> str | None:
         """Why requests of a method begin with nobody's rows, or None. Any thread may ask."""
-        if not self._enabled:
+        if not self.enabled:
             return "the prefix cache is off on this server (--prefix-cache)"
         if not self._runner.limits.methods[method].pure_prefix:
             return f"rows of {method} depend on more than the tokens before them"
@@ -82,7 +85,7 @@ class RadixCache:
 
     def _options(self, seq: Sequence) -> PrefixOptions | None:
         request = seq.group.request
-        if not self._enabled or not seq.group.facts.pure_prefix:
+        if not self.enabled or not seq.group.facts.pure_prefix:
             return None
         if request.prefix is None and request.chain is not None:
             return PrefixOptions(request.chain.salt, request.chain.tenant)

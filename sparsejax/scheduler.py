@@ -8,6 +8,7 @@ one before; what a row turns out not to need (after end-of-sequence) is dropped 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparsejax.request import TokenEvent, TokenLogprob
 from sparsejax.rows import Sequence, State
 
 _DISK_WAIT_S = 0.01  # before other threads are heard again
+_BLOCKED_WAIT_S = 0.005  # before prune jobs that wait for others are looked at again
 
 
 class Scheduler(Lifecycle):
@@ -32,7 +34,7 @@ class Scheduler(Lifecycle):
     @property
     def busy(self) -> bool:
         """There is something to run or to collect."""
-        return bool(self.groups or self.launches)
+        return bool(self.groups or self.launches or self.prunes.pending)
 
     def step(self) -> bool:
         """One iteration: collects what is due and submits what can run. Waits only if nothing else can be done.
@@ -49,16 +51,23 @@ class Scheduler(Lifecycle):
             self._rest(seq)
         self._renew_windows()
         progress = self._decode()
-        progress = self._prefill() or progress
-        if progress:
+        prompts = self._prefill()
+        if self.prunes.pending:
+            self.prunes.step(quiet=not prompts)
+            progress = progress or self.prunes.moved
+        if progress or prompts:
             self.step_number += 1
             self._stuck = 0
         elif self.launches:
             self._collect()
         elif any(self.chains.loading(seq) for seq in self.waiting):
             self.chains.tiers.wait(_DISK_WAIT_S)
+        elif self.prunes.awaits_result:
+            self.prunes.wait()
         elif self.groups:
             self._break_impasse()
+        elif self.prunes.pending:
+            time.sleep(_BLOCKED_WAIT_S)
         for request_id in self._broken:
             self.cancel(request_id)
         self._broken.clear()

@@ -1,0 +1,319 @@
+"""Named promises of pruning on a mock runner. Numbers are those of the serving specification's list of contract tests.
+
+The mock's tokens depend on every row that is there, so a request on a pruned prefix has the tokens of a text of which
+the same rows were masked, or it fails.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparsejax.errors import ChainMismatchError, PrefixNotFoundError, PruneConflictError, PruneError, PruneNotFoundError
+from sparsejax.prune_jobs import PruneInfo, PrunePart, PruneRequest
+from sparsejax.request import ChainOptions, PrefixOptions
+from tests.contracts.masked import Masked
+from tests.contracts.test_radix_cache import PAGE, Shared, words
+
+
+class Pruned(Shared):
+    """A bench that prunes."""
+
+    def prune(self, ids, *ranges, keep: int = 0, method: str = "dense", run: bool = True, **options) -> PruneInfo:
+        parts = options.pop("parts", None) or (PrunePart(ranges, keep),)
+        request = PruneRequest(method, np.array(ids, np.uint32), parts, **options)
+        jobs = self.scheduler.prunes
+        info = jobs.submit(request)
+        while run and not jobs.get(info.prune_id, request.tenant).ended:
+            self.step()
+        return jobs.get(info.prune_id, request.tenant)
+
+    def resident(self, ids, method: str = "dense") -> tuple[int, int]:
+        """Tokens of a text that are found, and rows that a request on them gets."""
+        match = self.index.match(self.scheduler.chains.scope(method, "", ""), np.array(ids, np.uint32), whole=True)
+        return len(match.blocks) * PAGE, len(match.pages) * PAGE
+
+    def turn(self, ids, count: int = 8, chain_id: str | None = None, **options):
+        """A turn of a chain: its report and its tokens."""
+        request_id = self.submit(list(ids), count, prefix=None, chain=ChainOptions(chain_id, **options))
+        self.run()
+        event = self.last(request_id)
+        assert event.finish_reason == "length", event
+        return event.chain, self.tokens(request_id)
+
+    def tokens_on(self, prompt, count: int = 8, **options) -> list[int]:
+        """The tokens of a request, which may not be what it would get alone."""
+        request_id = self.submit(list(prompt), count, **options)
+        self.run()
+        assert self.reason(request_id) == "length"
+        return self.tokens(request_id)
+
+    def seed(self) -> int:
+        """Of the next request."""
+        return len(self.requests)
+
+
+METHODS = ["dense", "selects"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_84_85_a_pruned_prefix_is_found_as_before_with_fewer_rows(method: str) -> None:
+    bench = Pruned()
+    bench.serve(words(80), method=method)
+    free = bench.scheduler.memory.pool.free_head_pages
+    info = bench.prune(words(80), (8, 24), (40, 44), method=method)
+    assert info.status == "completed"
+    result = info.result
+    assert result["ranges"] == [[8, 24], [40, 44]]
+    assert (result["range"], result["logical_tokens"], result["retained_tokens"]) == ([8, 44], 20, 0)
+    assert (result["freed_device_slots"], result["affected_blocks"], result["freed_pages"]) == (20, 5, 5)
+    assert result["quality_degraded"]
+    slabs = bench.scheduler.limits.geometry.head_pages_per_sequence_page
+    assert bench.scheduler.memory.pool.free_head_pages - free == 5 * slabs
+    assert bench.resident(words(80), method) == (80, 60)
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranges", [[(0, 8)], [(8, 24), (40, 44)], [(72, 80)], [(0, 80)]])
+def test_87_tokens_on_a_pruned_prefix_equal_those_of_masked_rows(ranges, method: str) -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1, method=method)
+    bench.prune(words(80), *ranges, method=method)
+    text = Masked(words(80))
+    for start, stop in ranges:
+        text.drop(range(start, stop))
+    expected = text.read([1, 2, 3]).generate(8, bench.seed())
+    before = bench.prefilled
+    assert bench.tokens_on([*words(80), 1, 2, 3], method=method) == expected
+    assert bench.prefilled - before == 3, "only what is new is computed"
+    alone = bench.runner.generate([*words(80), 1, 2, 3], 8, bench.seed() - 1)
+    assert expected != alone
+    bench.check_all_free()
+
+
+def test_86_what_follows_inherits_the_loss() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.prune(words(80), (8, 24))
+    longer = [*words(80), *words(20, 3)]
+    text = Masked(words(80)).drop(range(8, 24)).read(words(20, 3))
+    assert bench.tokens_on(longer, 1) == text.copy().generate(1, bench.seed() - 1)
+    match = bench.index.match(bench.scheduler.chains.scope("dense", "", ""), np.array(longer, np.uint32))
+    assert [block.tainted for block in match.blocks] == [False] * 20 + [True] * 4
+    assert bench.tokens_on([*longer, 5]) == text.read([5]).generate(8, bench.seed() - 1)
+    exact = bench.submit([*longer, 5], 8, prefix=PrefixOptions(exact=True))
+    bench.run()
+    bench.check_done(exact)
+    assert bench.last(exact).stats.cached_tokens == 8
+    bench.check_all_free()
+
+
+def test_88_readers_keep_their_rows() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    reader = bench.submit([*words(80), 9], 30)
+    bench.step(3)
+    info = bench.prune(words(80), (8, 24), run=False)
+    bench.step(2)
+    assert bench.scheduler.prunes.get(info.prune_id, "").status == "completed"
+    assert bench.reason(reader) is None
+    bench.run()
+    bench.check_done(reader)
+    assert bench.resident(words(80)) == (80, 64)
+    bench.check_all_free()
+
+
+def test_89_what_is_refused_changes_nothing() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.prune(words(80), (16, 32))
+    before = bench.resident(words(80)), bench.scheduler.memory.pool.free_head_pages
+    for ranges, wrong in (
+        ([(3, 8)], PruneError),
+        ([(8, 8)], PruneError),
+        ([(8, 20)], PruneError),
+        ([(20, 24)], PruneError),
+        ([(8, 84)], PruneError),
+        ([(0, 8), (4, 12)], PruneError),
+        ([], PruneError),
+    ):
+        with pytest.raises(wrong):
+            bench.prune(words(80), *ranges)
+    with pytest.raises(PruneError, match="keep_tokens"):
+        bench.prune(words(80), (0, 8), keep=4)
+    with pytest.raises(PruneError, match="policy"):
+        bench.prune(words(80), (0, 8), policy="best")
+    with pytest.raises(PruneError, match="window"):
+        bench.prune(words(80), (0, 8), method="window")
+    for other in ({"salt": "s"}, {"tenant": "t"}, {"method": "selects"}):
+        with pytest.raises(PrefixNotFoundError):
+            bench.prune(words(80), (0, 8), **other)
+    with pytest.raises(PrefixNotFoundError):
+        bench.prune([*words(76), 1, 2, 3, 4], (0, 80))
+    assert not bench.scheduler.prunes.pending
+    assert (bench.resident(words(80)), bench.scheduler.memory.pool.free_head_pages) == before
+    bench.check_all_free()
+
+
+def test_ranges_can_be_pruned_again() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.prune(words(80), (16, 32))
+    info = bench.prune(words(80), (8, 40))
+    assert info.result["freed_device_slots"] == 16, "of 32 tokens 16 had rows"
+    bench.prune(words(80), (40, 44))
+    assert bench.resident(words(80)) == (80, 44)
+    text = Masked(words(80)).drop(range(8, 44)).read([7])
+    assert bench.tokens_on([*words(80), 7]) == text.generate(8, bench.seed() - 1)
+    bench.check_all_free()
+
+
+def test_a_prompt_that_ends_within_a_pruned_range_is_computed_from_its_start() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.prune(words(80), (16, 32))
+    other = [*words(24), 1, 2, 3, 4, 5]
+    assert bench.serve(other, 1) == 16
+    assert bench.serve(other, 1) == 28, "it has left rows of its own"
+    assert bench.resident(words(80)) == (80, 64)
+    bench.check_all_free()
+
+
+# Jobs.
+
+
+def test_90_jobs_are_their_tenants() -> None:
+    bench = Pruned()
+    mine = PrefixOptions(tenant="t")
+    bench.serve(words(40), 1, prefix=mine)
+    info = bench.prune(words(40), (8, 16), tenant="t", run=False, idempotency_key="k")
+    jobs = bench.scheduler.prunes
+    assert info.status == "queued"
+    assert bench.prune(words(40), (0, 8), tenant="t", run=False, idempotency_key="k").prune_id == info.prune_id
+    for other in ("", "u"):
+        with pytest.raises(PruneNotFoundError):
+            jobs.get(info.prune_id, other)
+        with pytest.raises(PruneNotFoundError):
+            jobs.cancel(info.prune_id, other)
+        with pytest.raises(PruneNotFoundError):
+            jobs.watch(info.prune_id, other)
+        assert jobs.listed(other, 10) == []
+    answer = jobs.watch(info.prune_id, "t")
+    bench.run()
+    assert answer.result(0) == jobs.get(info.prune_id, "t") == jobs.listed("t", 10)[0]
+    assert answer.result(0).status == "completed"
+    with pytest.raises(PruneConflictError):
+        jobs.cancel(info.prune_id, "t")
+    with pytest.raises(PruneNotFoundError):
+        jobs.get("prune_x", "t")
+    bench.check_all_free()
+
+
+def test_a_cancelled_job_changes_nothing() -> None:
+    bench = Pruned()
+    bench.serve(words(40), 1)
+    info = bench.prune(words(40), (8, 16), run=False)
+    assert bench.scheduler.prunes.cancel(info.prune_id, "").status == "cancelled"
+    bench.run()
+    assert bench.resident(words(40)) == (40, 40)
+    bench.check_all_free()
+
+
+# Chains.
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_chain_goes_on_from_its_boundary_on_fewer_rows(where: str) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    talk = [*words(60), *output]
+    if where == "host":
+        assert bench.scheduler.chains.tiers.demote(chain)
+        bench.index.evict(1 << 30)
+    info = bench.prune(talk, (8, 24), (40, 48), chain_id=report.chain_id)
+    assert info.status == "completed"
+    assert info.result["freed_device_slots"] == 24
+    assert info.result["path"] == (where == "device")
+    assert chain.processed == 69
+    assert chain.ledger.tolist() == talk
+    assert chain.quality.pruned_tokens == 24
+    text = Masked(talk[:69]).drop([*range(8, 24), *range(40, 48)])
+    for turn in range(3):
+        if turn == 1:
+            assert bench.scheduler.chains.tiers.demote(chain)
+        new = words(7, turn)
+        talk = [*talk, *new]
+        expected = text.read(talk[len(text.tokens) :]).generate(5, bench.seed())
+        before = bench.prefilled
+        report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
+        assert output == expected
+        assert bench.prefilled - before == 7 + 1, "only what is new, and the last sampled token"
+        assert report.status == "resumed"
+        assert report.quality["pruned_tokens"] == 24
+        assert report.quality["degraded"]
+        assert report.retained_tokens == report.reused_tokens - 24
+        talk += output
+    bench.check_all_free()
+
+
+def test_a_chain_is_pruned_again_and_again() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    text = Masked(talk[:69])
+    for ranges in ([(8, 24)], [(40, 48)], [(4, 28), (48, 60)]):
+        assert bench.prune(talk, *ranges, chain_id=report.chain_id).status == "completed"
+        for start, stop in ranges:
+            text.drop(range(start, stop))
+        talk += words(3, len(talk))
+        expected = text.read(talk[len(text.tokens) :]).generate(5, bench.seed())
+        report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
+        assert output == expected
+        talk += output
+    with pytest.raises(PruneError, match="partly"):
+        bench.prune(talk, (8, 16), chain_id=report.chain_id)
+        bench.run()
+    bench.check_all_free()
+
+
+def test_a_chain_is_pruned_without_its_path() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    bench.prune(talk, (8, 24))
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert not chain.cuts, "who was not named keeps its rows"
+    expected = bench.runner.generate([*talk, 1], 5, bench.seed())
+    report, output = bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")
+    assert output == expected
+    bench.check_all_free()
+
+
+def test_a_job_waits_for_a_turn_of_its_chain() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    turn = bench.submit([*talk, 1], 30, prefix=None, chain=ChainOptions(report.chain_id))
+    bench.step(3)
+    jobs = bench.scheduler.prunes
+    late = bench.prune(talk, (8, 24), chain_id=report.chain_id, run=False)
+    early = bench.prune(talk, (8, 24), chain_id=report.chain_id, run=False, block_timeout_s=0.05)
+    bench.step(3)
+    assert jobs.get(late.prune_id, "").status == "queued"
+    bench.run()
+    bench.check_done(turn)
+    assert jobs.get(early.prune_id, "").status == "blocked"
+    assert "turn under way" in jobs.get(early.prune_id, "").error["message"]
+    assert jobs.get(late.prune_id, "").status == "completed"
+    bench.check_all_free()
+
+
+def test_other_texts_are_no_part_of_a_chain() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    with pytest.raises(ChainMismatchError) as refused:
+        bench.prune([*words(30), 1, *words(29)], (8, 24), chain_id=report.chain_id)
+    assert refused.value.token == 30
+    bench.check_all_free()
