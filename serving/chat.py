@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -23,6 +23,7 @@ from sparsejax.serving.endpoint import answer_headers, app_state, engine_request
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.logprobs import chat_logprobs
 from sparsejax.serving.protocol import ChatBody
+from sparsejax.serving.prune_policy import PolicyTurn, prune_policy
 from sparsejax.serving.respond import respond
 from sparsejax.serving.sampling import check_common, sampling_params, unsupported
 from sparsejax.serving.state import Served, ServerState
@@ -34,13 +35,14 @@ async def chat_completions(http: HTTPRequest) -> Response:
     served = app.state.served()
     body, ignored = await read_body(http, ChatBody)
     check_common(body, served)
-    _check_unsupported(body)
+    check_unsupported(body)
     logprobs = _logprobs(body)
     max_tokens, max_tokens_field = _max_tokens(body)
     params = sampling_params(body, served, max_tokens=max_tokens, max_tokens_field=max_tokens_field, logprobs=logprobs)
     hindrance = "n" if params.n > 1 else None
     chain = chain_options(body, served, tenant_of(http), hindrance=hindrance)
     prefix = prefix_options(body, tenant_of(http))
+    policy = prune_policy(body, served)
     identity = ID.new("chatcmpl")
 
     sent: list[Prompt] = []
@@ -73,7 +75,18 @@ async def chat_completions(http: HTTPRequest) -> Response:
                 raise
             request, instead = await instead(), None
     generation = Generation(served, [request])
-    answer = ChatAnswer(identity, body, served, generation, sent)
+
+    def ended() -> None:
+        """The answer is complete."""
+        if policy is not None and body.messages is not None:
+            conversation = functools.partial(prompts.conversation, served, body.messages, **template_options(body))
+            method, last, report = body.sparse_method or served.default_method, sent[-1], generation.chain()
+            chain_id = None if report is None or report.state == "gone" else report.chain_id
+            appended = last.chain is not None and last.chain.append
+            about = (app.state, served, policy, conversation, last.ids, method, prefix, chain_id, appended)
+            PolicyTurn(*about).start()
+
+    answer = ChatAnswer(identity, body, served, generation, sent, ended)
     log_request(http, identity, generation)
     return await respond(
         http,
@@ -94,10 +107,17 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, identity: ID, body: ChatBody, served: Served, generation: Generation, sent: Sequence[Prompt]
+        self,
+        identity: ID,
+        body: ChatBody,
+        served: Served,
+        generation: Generation,
+        sent: Sequence[Prompt],
+        ended: Callable[[], None],
     ) -> None:
         super().__init__(identity, body, served, generation)
         self._messages = body.messages
+        self._ended = ended  # called once all choices have ended by themselves
         self._sent = sent  # what the engine got; the last one counts
 
     def text_fields(self, text: str) -> dict[str, Any]:
@@ -130,6 +150,8 @@ class ChatAnswer(Answer):
         turn = self._sent[-1].turn
         if turn is not None:
             turn.add(delta, self.choices[0]["message"], self.generation.chain())
+        if delta.finish_reason is not None and all(choice["finish_reason"] for choice in self.choices):
+            self._ended()
 
     def locate_divergence(self) -> None:
         self.diverged_message = self._sent[-1].message
@@ -144,7 +166,7 @@ class ChatAnswer(Answer):
         return {"prompt_token_ids": list(self.generation.requests[0].prompt_ids)} if self.return_ids else {}
 
 
-def _check_unsupported(body: ChatBody) -> None:
+def check_unsupported(body: ChatBody) -> None:
     """Known fields that would change the answer and are not implemented."""
     if body.tools and body.tool_choice != "none":
         raise unsupported("tools", 'tool calling is not supported; leave tools out or send tool_choice "none"')
@@ -164,6 +186,18 @@ def _check_unsupported(body: ChatBody) -> None:
         raise unsupported("web_search_options", "web search is not supported")
     if body.chat_template is not None:
         raise unsupported("chat_template", "templates are set by the server's --chat-template")
+
+
+def template_options(body: ChatBody) -> dict[str, Any]:
+    """How the template is to render the messages: arguments of `prompts.conversation`."""
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "variables": {**variables, **(body.chat_template_kwargs or {})},
+    }
 
 
 def _logprobs(body: ChatBody) -> int | None:
@@ -201,14 +235,7 @@ async def _prompt(
         return Prompt(body.prompt_token_ids, chain)
     if body.messages is None:
         raise RequestError("messages is missing", param="messages", code="missing_required_parameter")
-    variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-    options: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-        "variables": {**variables, **(body.chat_template_kwargs or {})},
-    }
+    options = template_options(body)
     if chain is None:
         return Prompt(await prompts.render(state, served, body.messages, **options))
     return await anchoring.chat(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -20,9 +22,11 @@ from sparsejax.serving.respond import KEEP_ALIVE_S
 from sparsejax.serving.state import Served, ServerState
 
 T = TypeVar("T", bound=msgspec.Struct)
+A = TypeVar("A")
 
 log = logging.getLogger("sparsejax.serving")
 
+ANSWER_TIMEOUT_S = 30.0
 IGNORED_HEADER = "X-Sparsejax-Ignored-Fields"
 
 
@@ -72,6 +76,19 @@ def _too_large(size: int, limit: int) -> RequestError:
     return RequestError(
         f"the body has {size} bytes or more, at most {limit} are allowed", status=413, code="body_too_large"
     )
+
+
+async def answer_of(future: Future[A]) -> A:
+    """What the engine's thread was asked. Raises a 503 if it takes too long; then it is not asked any more."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        raise RequestError(
+            f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s",
+            status=503,
+            code="engine_busy",
+            retry_after_s=5.0,
+        ) from None
 
 
 def engine_request(

@@ -114,6 +114,20 @@ class Message(msgspec.Struct):
     function_call: dict[str, Any] | None = None
 
 
+class OlderResults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What stays of results of tools that are no longer among the newest."""
+
+    keep: float | None = None
+    policy: str | None = None
+
+
+class PrunePolicyFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of results of tools after the turn (see `prune_policy`)."""
+
+    keep_last_tool_results: int | None = None
+    older: OlderResults | None = None
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -128,6 +142,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
     chain_append_start: int | None = None
     chain_match: str | None = None
+    prune_policy: PrunePolicyFields | None = None
     # Known, checked, and refused where they would change the answer.
     tools: list[Any] | None = None
     tool_choice: Any = None
