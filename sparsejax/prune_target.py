@@ -15,7 +15,7 @@ from sparsejax.cache.radix_tree import Cut, Scope
 from sparsejax.cache.row_layout import Cuts
 from sparsejax.chain_rows import DeviceRows, size_of
 from sparsejax.chains import Chains
-from sparsejax.errors import ChainMismatchError, PrefixNotFoundError, PruneError, RequestError
+from sparsejax.errors import ChainMismatchError, PrefixNotFoundError, PruneError
 from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
@@ -105,7 +105,7 @@ class Targets:
             raise PruneError(f"sparse_method {request.method!r} is not served", param="sparse_method")
         if not self.runner.limits.methods[request.method].pure_prefix:
             text = (
-                f"rows of {request.method} are not the same in all layers and heads, so no range of them can be pruned"
+                f"rows of {request.method} are not of the same tokens in all layers and heads: no range can be pruned"
             )
             raise PruneError(text, param="sparse_method")
         if request.chain_id is not None:
@@ -148,9 +148,8 @@ class Targets:
             pages = np.zeros((*shape, 0), np.int32)
             if match.pages:
                 pages = np.stack([page for _, page in match.pages], 1).reshape(*shape, -1)
-            target = Target(
-                scope, ranges, parts, pages, match.lost, row_layout.positions(match.lost, stop), plan, match
-            )
+            cuts = match.lost
+            target = Target(scope, ranges, parts, pages, cuts, row_layout.positions(cuts, stop), plan, match)
         else:
             if stop > chain.processed:
                 raise PruneError(f"range [{ranges[-1][0]}, {stop}) ends behind the {chain.processed} processed tokens")

@@ -1,4 +1,4 @@
-"""What a text is worth on the mock runner when some of its rows are missing: an oracle that knows no cache and no pages."""
+"""What follows a text on the mock runner when some of its rows are missing: an oracle that knows no cache, no pages."""
 
 from __future__ import annotations
 
