@@ -21,7 +21,7 @@ from sparsejax.serving.chain_fields import chain_options, tenant_of
 from sparsejax.serving.endpoint import AppState, answer_of, app_state, read_body
 from sparsejax.serving.errors import JSON
 from sparsejax.serving.protocol import ChatBody, EmptyBody, ForkBody, LookupBody, MatchBody, PinBody
-from sparsejax.serving.sampling import check_model
+from sparsejax.serving.sampling import check_method, check_model
 from sparsejax.serving.state import Served
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ async def lookup(http: HTTPRequest) -> Response:
     app, served = app_state(http), _served(http)
     body, _ = await read_body(http, LookupBody)
     check_model(body.model, served)
+    check_method(body.sparse_method, served)
     options = chain_options(body, served, tenant_of(http))
     assert options is not None
     method = body.sparse_method or served.default_method

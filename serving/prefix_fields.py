@@ -17,7 +17,7 @@ from sparsejax.serving.chat import check_unsupported, template_options
 from sparsejax.serving.endpoint import app_state
 from sparsejax.serving.history import Conversation
 from sparsejax.serving.protocol import ChatBody, Message
-from sparsejax.serving.sampling import check_model
+from sparsejax.serving.sampling import check_method, check_model
 from sparsejax.serving.state import Served
 
 SELECTORS = ("token_ids", "text", "prompt", "messages", "chat")
@@ -159,13 +159,8 @@ async def selected(
 def named(http: HTTPRequest, served: Served, body: SelectorBody) -> tuple[str, PrefixOptions]:
     """The method that a body means, and whose rows. Raises RequestError."""
     check_model(body.model, served)
-    method = served.default_method if body.sparse_method is None else body.sparse_method
-    if method not in (served.methods or (served.default_method,)):
-        raise RequestError(
-            f"sparse_method {method[:80]!r} is not served; this server has {', '.join(served.methods)}",
-            param="sparse_method",
-        )
-    return method, prefix_options(body, tenant_of(http))
+    check_method(body.sparse_method, served)
+    return body.sparse_method or served.default_method, prefix_options(body, tenant_of(http))
 
 
 def selectors(body: SelectorBody) -> list[str]:

@@ -264,7 +264,7 @@ def _unknown_fields(raw: Mapping[str, Any], body_type: type[msgspec.Struct]) -> 
     options = raw.get("stream_options")
     if isinstance(options, dict):
         yield from (f"stream_options.{k}" for k in options if k not in StreamOptions.__struct_fields__)
-    for message in raw.get("messages") or ():
+    for message in (raw.get("messages") if "messages" in known else None) or ():
         yield from (
             f"messages[].{k}" for k, v in message.items() if k not in Message.__struct_fields__ and v is not None
         )

@@ -71,6 +71,15 @@ def check_model(name: str | None, served: Served) -> None:
         )
 
 
+def check_method(name: str | None, served: Served) -> None:
+    """Raises a 400 for a sparse method that isn't served; no name means the default."""
+    if name is not None and name not in served.methods:
+        raise RequestError(
+            f"sparse_method {name[:200]!r} is not served; choose one of {', '.join(served.methods)}",
+            param="sparse_method",
+        )
+
+
 def check_common(body: GenerationBody, served: Served) -> None:
     """Fields of both endpoints that are not sampling."""
     check_model(body.model, served)
@@ -78,11 +87,7 @@ def check_common(body: GenerationBody, served: Served) -> None:
         raise RequestError("store must be false: answers are not kept", param="store", code="unsupported_value")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only allowed with stream=true", param="stream_options")
-    if body.sparse_method is not None and body.sparse_method not in served.methods:
-        raise RequestError(
-            f"sparse_method {body.sparse_method[:200]!r} is not served; choose one of {', '.join(served.methods)}",
-            param="sparse_method",
-        )
+    check_method(body.sparse_method, served)
 
 
 def unsupported(field: str, what: str) -> RequestError:

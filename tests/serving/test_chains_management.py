@@ -194,6 +194,8 @@ def test_lookup_is_a_dry_run(shared: LiveServer) -> None:
         assert param in (None, error["param"])
     unknown = {"messages": say("x"), "sparse_method": "none"}
     assert refusal(shared.post(f"{CHAINS}/lookup", unknown), 400, "invalid_value")["param"] == "sparse_method"
+    known = {"messages": say("dry"), "chain_id": chat(shared, "dry")["chain_id"], "sparse_method": "no such"}
+    assert refusal(shared.post(f"{CHAINS}/lookup", known), 400, "invalid_value")["param"] == "sparse_method"
     strict = {"token_ids": [1, 2, 3], "chain_id": first["chain_id"], "chain_on_miss": "error"}
     refusal(shared.post(f"{CHAINS}/lookup", strict), 409, "chain_prefix_mismatch")
 

@@ -349,3 +349,9 @@ def test_not_found_and_wrong_method(shared: LiveServer) -> None:
     assert response.json()["error"]["code"] == "method_not_allowed"
     assert "POST" in response.headers["allow"]
     assert shared.get("/v1/models/none").status_code == 404
+
+
+@pytest.mark.parametrize("messages", [[1], {"a": 1}, "x", 7])
+def test_fields_that_a_body_does_not_have_may_be_anything(shared: LiveServer, messages: Any) -> None:
+    response = shared.post("/detokenize", {"tokens": [65], "messages": messages})
+    assert (response.status_code, response.headers["X-Sparsejax-Ignored-Fields"]) == (200, "messages")
