@@ -28,6 +28,7 @@ from sparsejax.models.load.default_model import cache_dir
 from sparsejax.pallas_kernels import api
 from sparsejax.plans import RunnerLimits
 from sparsejax.programs import compile_workers
+from sparsejax.replay_texts import INSTRUCTION
 from sparsejax.runner import DeviceRunner
 from sparsejax.settings import EngineSettings
 
@@ -138,7 +139,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
     )
     defaults = loaded.generation_defaults if config.generation_config == "auto" else {}
     return BuiltEngine(
-        engine=Engine(runner, settings, metrics, _open_disk(config, runner, report)),
+        engine=Engine(runner, settings, metrics, _open_disk(config, runner, report), tuple(encode(INSTRUCTION))),
         runner=runner,
         tokenizer=loaded.tokenizer,
         capacity=capacity,

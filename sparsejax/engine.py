@@ -100,6 +100,7 @@ class Engine:
       settings: limits and targets.
       metrics: counters to feed; made if not given.
       disk: where chains outlive the engine, which closes it.
+      instruction: token ids that make the model repeat what it has read.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Engine:
         settings: EngineSettings | None = None,
         metrics: EngineMetrics | None = None,
         disk: Disk | None = None,
+        instruction: tuple[int, ...] = (),
     ) -> None:
         self.settings = settings or EngineSettings()
         self.metrics = metrics or EngineMetrics()
         self.limits: RunnerLimits = runner.limits
         self.max_waiting = self.settings.max_waiting or max(64, 4 * self.limits.num_rows)
-        self._scheduler = Scheduler(runner, self.settings, self.metrics, disk=disk)
+        self._scheduler = Scheduler(runner, self.settings, self.metrics, disk=disk, instruction=instruction)
         self._scheduler.on_admitted = self._on_admitted
         self._scheduler.on_finished = self._on_finished
         self._inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()

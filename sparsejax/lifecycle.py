@@ -33,6 +33,8 @@ from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import CountRow, ForkRow, MaintainRow, Runner
 from sparsejax.prefill import PrefillPlanner
 from sparsejax.prune_jobs import PruneJobs
+from sparsejax.prune_target import Targets
+from sparsejax.prune_work import Worker
 from sparsejax.radix_cache import RadixCache
 from sparsejax.request import FinishReason, Request, TokenEvent, TokenLogprob
 from sparsejax.rows import Group, Sequence, State
@@ -50,6 +52,7 @@ class Lifecycle:
       metrics: counters to feed.
       clock: seconds, monotonic.
       disk: where chains outlive the engine.
+      instruction: token ids that make the model repeat what it has read.
 
     Attributes:
       groups: unfinished requests by id.
@@ -65,6 +68,7 @@ class Lifecycle:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
+        instruction: tuple[int, ...] = (),
     ) -> None:
         self.runner = runner
         self.limits = runner.limits
@@ -80,9 +84,10 @@ class Lifecycle:
         self.chains.tiers.unlease = self.radix.index.release
         self.chains.tiers.give_blocks = self.radix.reclaim
         self.chains.tiers.spare_pages = lambda: self.radix.spare_pages
-        patience_s = self.settings.starvation_bound_s
-        self.prunes = PruneJobs(runner, self.memory, self.chains, self.radix, clock, patience_s)
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
+        targets = Targets(runner, self.memory, self.chains, self.radix)
+        worker = Worker(targets, instruction, self._slice_tokens)
+        self.prunes = PruneJobs(worker, clock, self.settings.starvation_bound_s)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
         self.waiting: list[Sequence] = []
@@ -436,6 +441,15 @@ class Lifecycle:
         except Exception:
             log.exception("the consumer of request %s failed; the request is cancelled", group.request_id)
             self._broken.append(group.request_id)
+
+    def _slice_tokens(self) -> int:
+        """Tokens of the longest program of one row that may run now beside those that decode."""
+        buckets = self.planner.buckets
+        if any(seq.state is State.DECODE for seq in self.running):
+            longest_s = self.settings.stall_target_ms / 1e3
+            quick = [b for b in buckets if (self.planner.estimate_s(b) or float("inf")) <= longest_s]
+            buckets = quick or buckets[:1]
+        return max(tokens for _, tokens in buckets)
 
     # Between steps.
 

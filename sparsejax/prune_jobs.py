@@ -11,21 +11,16 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from sparsejax.cache.pages import IntegrityError, PageError
 from sparsejax.cache.radix_records import Lease
-from sparsejax.chains import Chains
 from sparsejax.errors import PruneConflictError, PruneNotFoundError, RequestError
 from sparsejax.launches import RunnerError
-from sparsejax.memory import Memory
-from sparsejax.plans import Runner
 from sparsejax.prune_records import ENDED, POLICIES, PruneInfo, PrunePart, PruneRequest, Slice
-from sparsejax.prune_target import Targets
 from sparsejax.prune_work import Work, Worker
-from sparsejax.radix_cache import RadixCache
 
 __all__ = ["ENDED", "POLICIES", "PruneInfo", "PruneJobs", "PrunePart", "PruneRequest"]
 
@@ -51,26 +46,13 @@ class PruneJobs:
     """The jobs of one engine. The engine thread's.
 
     Args:
-      runner: scores and packs rows.
-      memory: rows and pages.
-      chains, radix: whose rows they are.
+      worker: carries them out.
       clock: seconds, monotonic.
       patience_s: a job that has waited so long for the device to have time goes on beside prompts.
-      instruction: token ids that make a model repeat what it has read.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        memory: Memory,
-        chains: Chains,
-        radix: RadixCache,
-        clock: Callable[[], float],
-        patience_s: float,
-        instruction: Sequence[int] = (),
-    ) -> None:
-        self.targets = Targets(runner, memory, chains, radix)
-        self._worker = Worker(self.targets, instruction)
+    def __init__(self, worker: Worker, clock: Callable[[], float], patience_s: float) -> None:
+        self._worker = worker
         self._clock = clock
         self._patience_s = patience_s
         self._jobs: collections.OrderedDict[str, _Job] = collections.OrderedDict()
@@ -92,7 +74,7 @@ class PruneJobs:
         key = request.tenant, request.idempotency_key or ""
         if request.idempotency_key and key in self._keys:
             return self._jobs[self._keys[key]].info
-        self.targets.check(request)
+        self._worker.targets.check(request)
         if len(self._open) >= MAX_UNFINISHED:
             text = f"{MAX_UNFINISHED} prune jobs are unfinished"
             raise RequestError(text, code="too_many_prunes", status=503, retry_after_s=1.0)

@@ -43,8 +43,9 @@ class PruneRequest:
       chain_id: prune this chain, and what of its path others may begin with; None prunes the path only.
       recompute: rows behind the beginning of the first range are computed again on what is left.
       observation_tokens: last tokens that "snapkv_global" observes. They stay, within the budget.
-      score_chunk_tokens: that "kvzip_global" repeats at once, at most.
-      prev_postfix_tokens: it repeats before each chunk.
+      score_chunk_tokens: that "kvzip_global" repeats at once, at most; fewer where a program takes fewer, or while
+        others decode and it would hold them up.
+      prev_postfix_tokens: it repeats before each chunk, at most.
       block_timeout_s: longest wait for a turn of the chain that is under way, for readers of what is to be computed
         again, or for room.
       idempotency_key: a second request of the tenant with the same key is the same job.

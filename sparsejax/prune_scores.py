@@ -72,12 +72,10 @@ def plan(
         probes = [Probe(ids[at : min(stop, at + step)], at, at) for at in range(begin, stop, step)]
         return Plan(tuple(probes), protected)
     room = min(max_probe, max_tokens - stop) - len(instruction)
-    chunk = min(request.score_chunk_tokens, room - request.prev_postfix_tokens)
-    if chunk < 1:
-        longest = len(instruction) + request.prev_postfix_tokens
-        text = f"there is room for {room + len(instruction)} tokens behind the last range, {longest + 1} are needed"
-        raise PruneError(text, param="prev_postfix_tokens")
-    texts = replay_chunks(ids, ranges, chunk, request.prev_postfix_tokens, instruction)
+    if room < 1:
+        raise PruneError(f"behind the last range is no room for the {len(instruction) + 1} tokens that score its rows")
+    postfix = min(request.prev_postfix_tokens, room // 2)
+    texts = replay_chunks(ids, ranges, min(request.score_chunk_tokens, room - postfix), postfix, instruction)
     return Plan(tuple(Probe(text, stop, stop) for text in texts), stop)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,14 +51,16 @@ class Worker:
     Args:
       targets: finds and exchanges rows.
       instruction: token ids that make a model repeat what it has read.
+      slice_tokens: of the longest program that may run now.
     """
 
-    def __init__(self, targets: Targets, instruction: Sequence[int]) -> None:
+    def __init__(self, targets: Targets, instruction: Sequence[int], slice_tokens: Callable[[], int]) -> None:
         self.targets = targets
         self.runner, self.memory = targets.runner, targets.memory
         self.chains, self.radix = targets.chains, targets.radix
         self.page_size = targets.page_size
         self.instruction = tuple(instruction)
+        self.slice_tokens = slice_tokens
         self.leases: set[Lease] = set()
         self.awaited: Awaited | None = None
 
@@ -97,9 +99,13 @@ class Worker:
     def _choose(self, request: PruneRequest, target: Target) -> Generator[Wait, None, list[np.ndarray]]:
         """Indexes of the rows of each range that stay, among its rows."""
         facts, limits = self.runner.limits.methods[request.method], self.runner.limits
-        longest = max(chunk for _, chunk in limits.prefill_buckets)
         wanted = prune_scores.plan(
-            request, target.ranges, self.page_size, longest, limits.geometry.max_model_len, self.instruction
+            request,
+            target.ranges,
+            self.page_size,
+            self.slice_tokens(),
+            limits.geometry.max_model_len,
+            self.instruction,
         )
         scores = yield from self._score(request.method, target, wanted.probes)
         kept: list[np.ndarray] = [np.zeros(0, np.int32)] * len(target.ranges)

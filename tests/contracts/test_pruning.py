@@ -9,8 +9,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsejax.errors import ChainMismatchError, PrefixNotFoundError, PruneConflictError, PruneError, PruneNotFoundError
-from sparsejax.prune_jobs import PruneInfo, PrunePart, PruneRequest
+from sparsejax.errors import (
+    ChainMismatchError,
+    PrefixNotFoundError,
+    PruneConflictError,
+    PruneError,
+    PruneNotFoundError,
+    RequestError,
+)
+from sparsejax.prune_jobs import POLICIES, PruneInfo, PrunePart, PruneRequest
 from sparsejax.request import ChainOptions, PrefixOptions
 from tests.contracts.masked import Masked
 from tests.contracts.test_radix_cache import PAGE, Shared, words
@@ -315,4 +322,198 @@ def test_other_texts_are_no_part_of_a_chain() -> None:
     with pytest.raises(ChainMismatchError) as refused:
         bench.prune([*words(30), 1, *words(29)], (8, 24), chain_id=report.chain_id)
     assert refused.value.token == 30
+    bench.check_all_free()
+
+
+# Scores.
+
+
+def keeps(bench: Pruned, ranges, keep: int, method: str = "dense", protected: int = 1 << 30) -> list[list[int]]:
+    """The tokens of each range that stay: an independent choice, one budget for all, whole pages of each range."""
+    score = bench.runner.prune.score
+    tokens = words(200)
+    best: list[tuple[float, int, list[int]]] = []
+    for i, (start, stop) in enumerate(ranges):
+        rows = [(float("inf") if p >= protected else score(tokens[p], p), p) for p in range(start, stop)]
+        if method == "selects":
+            pages = [rows[at : at + PAGE] for at in range(0, len(rows), PAGE)]
+        else:
+            rows.sort(key=lambda row: (-row[0], row[1]))
+            pages = [rows[at : at + PAGE] for at in range(0, len(rows), PAGE)]
+        best += [(-sum(np.float64(value) for value, _ in page), i, [p for _, p in page]) for page in pages]
+    best.sort(key=lambda page: page[0])
+    kept: list[list[int]] = [[] for _ in ranges]
+    for _, i, positions in best[: keep // PAGE]:
+        kept[i] = sorted([*kept[i], *positions])
+    return kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize("keep", [8, 14, 23])
+def test_85_91_the_best_rows_of_all_ranges_stay(policy: str, method: str, keep: int) -> None:
+    ranges = [(8, 24), (40, 56)]
+    bench = Pruned()
+    bench.serve(words(80), 1, method=method)
+    slabs = bench.scheduler.limits.geometry.head_pages_per_sequence_page
+    free = bench.scheduler.memory.pool.free_head_pages
+    info = bench.prune(words(80), *ranges, keep=keep, policy=policy, method=method, observation_tokens=7)
+    assert info.status == "completed", info
+    kept = keeps(bench, ranges, keep, method, 48 if policy == POLICIES[1] else 1 << 30)
+    result, retained = info.result, keep // PAGE * PAGE
+    assert (result["retained_tokens"], result["freed_device_slots"]) == (retained, 32 - retained)
+    assert bench.scheduler.memory.pool.free_head_pages - free == (32 - retained) // PAGE * slabs
+    assert bench.resident(words(80), method) == (80, 48 + retained)
+    text = Masked(words(80))
+    for (start, stop), stay in zip(ranges, kept, strict=True):
+        text.drop(set(range(start, stop)) - set(stay))
+    expected = text.read([1, 2, 3]).generate(8, bench.seed())
+    assert bench.tokens_on([*words(80), 1, 2, 3], method=method) == expected
+    bench.check_all_free()
+
+
+def test_parts_have_budgets_of_their_own() -> None:
+    ranges = [(8, 24), (24, 32), (40, 56)]
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    parts = (PrunePart((ranges[0], ranges[2]), 12), PrunePart((ranges[1],), 0))
+    info = bench.prune(words(80), parts=parts, policy="kvzip_global", score_chunk_tokens=6)
+    assert [part["retained_tokens"] for part in info.result["parts"]] == [12, 0]
+    text = Masked(words(80))
+    first, last = keeps(bench, [ranges[0], ranges[2]], 12)
+    text.drop(set(range(8, 32)) - set(first)).drop(set(range(40, 56)) - set(last))
+    assert bench.tokens_on([*words(80), 1]) == text.read([1]).generate(8, bench.seed() - 1)
+    assert bench.runner.calls["score_rows"] == 3 + 2 + 3, "pieces of 6 tokens of each range"
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_a_chain_keeps_its_best_rows(policy: str) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(90), 10)
+    talk = [*words(90), *output]
+    text = Masked(talk[:99])
+    for turn, (ranges, keep) in enumerate((([(8, 24)], 8), ([(40, 64)], 12), ([(4, 68)], 12))):
+        info = bench.prune(talk, *ranges, keep=keep, policy=policy, chain_id=report.chain_id, observation_tokens=8)
+        assert info.status == "completed", info
+        ((start, stop),) = ranges
+        there = [p for p in text.rows if start <= p < stop]
+        protected = stop - 8 if policy == POLICIES[1] else 1 << 30
+        score = bench.runner.prune.score
+        best = sorted(there, key=lambda p: (p < protected, -np.float32(score(talk[p], p)), p))[:keep]
+        text.drop(set(there) - set(best))
+        assert info.result["freed_device_slots"] == len(there) - keep
+        talk += words(3, turn)
+        expected = text.read(talk[len(text.tokens) :]).generate(5, bench.seed())
+        report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
+        assert output == expected
+        talk += output
+    bench.check_all_free()
+
+
+def test_the_window_stays_and_must_fit() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    info = bench.prune(words(80), (8, 40), keep=4, policy="snapkv_global", observation_tokens=7)
+    assert info.status == "failed"
+    assert info.error["code"] == "invalid_prune"
+    assert "observed" in info.error["message"]
+    assert bench.resident(words(80)) == (80, 80)
+    bench.prune(words(80), (8, 12), keep=0, policy="snapkv_global")
+    assert bench.resident(words(80)) == (80, 76)
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("call", ["score_rows", "read_scores", "pack_rows"])
+def test_92_a_refused_program_changes_nothing(call: str) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    before = bench.resident(talk), bench.scheduler.memory.pool.free_head_pages
+    bench.runner.fail(call, 1, RequestError("no"))
+    info = bench.prune(talk, (8, 24), keep=8, policy="kvzip_global", chain_id=report.chain_id)
+    assert info.status == "failed"
+    assert info.error["message"] == "no"
+    assert (bench.resident(talk), bench.scheduler.memory.pool.free_head_pages) == before
+    expected = bench.runner.generate([*talk, 1], 5, bench.seed())
+    assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
+
+
+def test_92_scores_of_other_rows_are_not_used() -> None:
+    """Between the scores and the exchange the path changes: the job starts again, at most three times."""
+    for times in (1, 5):
+        bench = Pruned()
+        bench.serve(words(80), 1)
+        read, seen = bench.runner.read_scores, []
+
+        def changed(scores, bench=bench, read=read, seen=seen, times=times):
+            if len(seen) < times:
+                at = 64 - 8 * len(seen)
+                plan = bench.index.plan_cut(
+                    bench.scheduler.chains.scope("dense", "", ""), np.array(words(80), np.uint32), [(at, at + 8)]
+                )
+                bench.index.cut(plan, [((), np.zeros(0, np.int32))])
+            seen.append(1)
+            return read(scores)
+
+        bench.runner.read_scores = changed
+        info = bench.prune(words(80), (8, 80), keep=12, policy="kvzip_global")
+        assert info.status == ("completed" if times == 1 else "failed"), info
+        assert len(seen) == min(3, times + 1)
+        rows = 8 + 12 if times == 1 else 80 - 24
+        assert bench.resident(words(80)) == (80, rows)
+        bench.check_all_free()
+
+
+def test_decoding_goes_on_beside_scores() -> None:
+    bench = Pruned({"max_inflight_steps": 3})
+    bench.serve(words(80), 1)
+    reader = bench.submit(words(9, 5), 60)
+    bench.step(3)
+    before = bench.runner.calls["decode"]
+    info = bench.prune(words(80), (0, 80), keep=20, policy="kvzip_global", score_chunk_tokens=4, run=False)
+    steps = 0
+    while not bench.scheduler.prunes.get(info.prune_id, "").ended:
+        probes = bench.runner.calls.get("score_rows", 0)
+        bench.step()
+        steps += 1
+        assert bench.runner.calls.get("score_rows", 0) - probes <= 1, "one slice in each step"
+    assert bench.runner.calls["decode"] - before >= steps - 1
+    assert bench.scheduler.prunes.get(info.prune_id, "").status == "completed"
+    assert bench.runner.calls["score_rows"] == 20
+    bench.run()
+    bench.check_done(reader)
+    bench.check_all_free()
+
+
+def test_prompts_come_before_scores() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.submit(words(200, 9), 1, prefix=None)
+    info = bench.prune(words(80), (0, 80), keep=20, policy="kvzip_global", run=False)
+    while bench.scheduler.groups:
+        bench.step()
+        busy = any(seq.state.value == "prefill" for seq in bench.scheduler.running)
+        assert not busy or not bench.runner.calls.get("score_rows")
+    bench.run()
+    assert bench.scheduler.prunes.get(info.prune_id, "").status == "completed"
+    bench.check_all_free()
+
+
+def test_a_job_that_is_cancelled_between_its_slices_leaves_nothing() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    for steps in range(1, 12):
+        info = bench.prune(words(80), (0, 80), keep=20, policy="kvzip_global", score_chunk_tokens=16, run=False)
+        bench.step(steps)
+        if bench.scheduler.prunes.get(info.prune_id, "").ended:
+            break
+        bench.scheduler.prunes.cancel(info.prune_id, "")
+        assert not bench.index.leases
+        assert not bench.scheduler.radix.borrowed
+        assert bench.resident(words(80)) == (80, 80)
+        bench.check()
+    assert steps > 4
+    bench.run()
     bench.check_all_free()
