@@ -23,8 +23,7 @@ import httpx
 
 T = TypeVar("T")
 
-_DONE = frozenset({"completed", "skipped"})
-_OVER = _DONE | {"failed", "blocked", "cancelled"}
+_OVER = frozenset({"completed", "failed", "blocked", "cancelled"})
 _LONGEST_POLL_S = 20.0
 
 
@@ -110,9 +109,8 @@ class PruneJob:
     """A prune job as it was when the server was asked.
 
     Attributes:
-      prune_id: of the job, None if there is none.
-      status: queued, running, completed, failed, cancelled; blocked: what it needs was not to be had in time; skipped:
-        there is nothing that could go, so there is no job.
+      prune_id: of the job; None if there was nothing that could go, so that there is none.
+      status: queued, running, completed, failed, cancelled, or blocked: what it needs was not to be had in time.
       policy, ranges: what is pruned, [start, stop) in tokens.
       result: once completed: `logical_tokens`, `retained_tokens`, `freed_device_slots` and more.
       error: once failed: `message` and `code`.
@@ -285,8 +283,7 @@ class Client:
         body: dict[str, Any] = {"messages": list(messages), "prune": [dict(one) for one in prune], **fields}
         if policy is not None:
             body["policy"] = policy
-        nothing = {"policy": policy, "ranges": [], "result": None, "error": None}
-        job = _made(PruneJob, nothing | self._ask("POST", "/v1/prefix_cache/prune", body))
+        job = _made(PruneJob, self._ask("POST", "/v1/prefix_cache/prune", body))
         return job if job.over or not wait or job.prune_id is None else self.wait(job.prune_id, timeout_s)
 
     def wait(self, prune_id: str, timeout_s: float = 900.0) -> PruneJob:
@@ -383,7 +380,7 @@ def _made(kind: type[T], answer: Mapping[str, Any]) -> T:
 
 
 def _checked(job: PruneJob) -> PruneJob:
-    if job.status in _DONE:
+    if job.status == "completed":
         return job
     error = job.error or {}
     raise ClientError(f"prune job {job.prune_id} {job.status}: {error.get('message', 'no reason given')}", body=error)

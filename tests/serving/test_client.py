@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from sparsejax.config import ServerConfig
+from sparsejax.mock import MockRunner
 from sparsejax.serving.client import Client, ClientError
 from tests.conftest import ROOT
 from tests.serving.conftest import LiveServer, Servers
+from tests.serving.mocks import say_script
 
 ASK = [{"role": "user", "content": "say:hello"}]
 
@@ -145,11 +147,43 @@ def test_a_job_is_not_waited_for() -> None:
     assert jobs.asked[1][:2] == ("DELETE", "/v1/prefix_cache/prune/prune_1")
 
 
-def test_there_is_nothing_to_prune() -> None:
-    answer = {"prune_id": None, "status": "skipped", "skipped": [{"message": 3, "reason": "shorter_than_a_block"}]}
-    job = by_hand(lambda request: httpx.Response(200, json=answer)).prune(ASK, PRUNE)
-    assert (job.status, job.over, job.freed_tokens, job.ranges) == ("skipped", True, 0, [])
-    assert job.fields["skipped"][0]["message"] == 3
+def test_match_and_prune(servers: Servers) -> None:
+    """Against the server itself."""
+    live = servers.start(MockRunner(script=say_script))
+    messages = [
+        {"role": "user", "content": "say:found"},
+        {"role": "tool", "content": "a result of some length", "tool_call_id": "c1"},
+        {"role": "user", "content": "say:it"},
+    ]
+    with Client(live.url) as client:
+        assert client.match(messages).miss is not None
+        answer = client.chat(messages, max_tokens=8, chain=False)
+        messages.append(answer.message)
+        found = client.match(messages)
+        assert (found.enabled, found.block_size, found.quality_degraded) == (True, 4, False)
+        assert found.matched_tokens == found.resident_kv_tokens > 40
+        job = client.prune(messages, [{"tool_call_id": "c1", "keep": 0}], policy="drop")
+        assert (job.status, job.freed_tokens, len(job.ranges)) == ("completed", 20, 1)
+        assert client.job(job.prune_id or "").result == job.result
+        after = client.match(messages)
+        assert after.matched_tokens == found.matched_tokens
+        assert after.resident_kv_tokens == found.resident_kv_tokens - 20
+        assert after.quality_degraded
+        assert client.match(text="something else").matched_tokens == 0
+        assert client.match(token_ids=[1, 2, 3], cache_salt="x").usable_tokens == 0
+        with pytest.raises(ClientError, match="is over") as refused:
+            client.cancel(job.prune_id or "")
+        assert refused.value.status == 409
+
+
+def test_there_is_nothing_to_prune(servers: Servers) -> None:
+    live = servers.start(MockRunner(script=say_script))
+    messages = [{"role": "tool", "content": "no"}, *ASK]
+    with Client(live.url) as client:
+        client.chat(messages, chain=False)
+        job = client.prune(messages, [{"message": 0, "keep": 0}])
+    assert (job.prune_id, job.status, job.over, job.freed_tokens, job.ranges) == (None, "completed", True, 0, [])
+    assert job.fields["skipped"][0] == {"message": 0, "reason": "shorter_than_a_block", "tokens": 2}
 
 
 @pytest.mark.parametrize("status", ["failed", "blocked"])
