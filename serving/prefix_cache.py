@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from sparsejax import radix_control as control
 from sparsejax.errors import PrefixNotFoundError, RequestError
 from sparsejax.radix_reports import Pinned
+from sparsejax.request import PrefixOptions
 from sparsejax.serving.endpoint import answer_headers, answer_of, app_state, read_body
 from sparsejax.serving.errors import JSON, describe
 from sparsejax.serving.prefix_fields import (
@@ -97,8 +99,9 @@ async def set_eviction_priority(http: HTTPRequest) -> Response:
 async def pin(http: HTTPRequest) -> Response:
     """POST /v1/prefix_cache/pin {ttl_s}: a beginning is not given up for so long; 0 ends that."""
 
-    def keep(caches: Caches, *args: Any, ttl_s: float) -> Pinned:
-        return control.pin(caches, *args, ttl_s) if ttl_s else control.unpin(caches, *args)
+    def keep(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray, ttl_s: float) -> Pinned:
+        what = caches, method, options, ids
+        return control.pin(*what, ttl_s) if ttl_s else control.unpin(*what)
 
     def options(body: PrefixPinBody) -> dict[str, Any]:
         if not 0 <= body.ttl_s <= control.MAX_PIN_S:

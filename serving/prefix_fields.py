@@ -169,13 +169,14 @@ def selectors(body: SelectorBody) -> list[str]:
 
 
 def _conversation(served: Served, body: SelectorBody) -> Conversation:
-    if isinstance(body.chat, ChatBody):
-        check_model(body.chat.model, served)
-        check_unsupported(body.chat)
-        if body.chat.messages is None:
+    chat = body.chat
+    if isinstance(chat, ChatBody):
+        check_model(chat.model, served)
+        check_unsupported(chat)
+        if chat.messages is None:
             raise RequestError("chat.messages is missing", param="chat.messages", code="missing_required_parameter")
-        return prompts.conversation(served, body.chat.messages, **template_options(body.chat))
-    messages = body.messages if body.messages is not None else body.chat
+        return prompts.conversation(served, chat.messages, **template_options(chat))
+    messages = body.messages if body.messages is not None else chat
     assert messages is not None
     return prompts.conversation(
         served, messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs

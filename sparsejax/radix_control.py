@@ -205,9 +205,10 @@ def _scope(caches: Caches, method: str, options: PrefixOptions) -> Scope:
 def _refused(caches: Caches, method: str, tokens: int, snapshot: bool = False) -> PrefixMatch | None:
     """The answer where no rows are shared."""
     _check_method(caches, method)
-    reason = caches.radix.hindrance(method)
-    size = caches.radix.index.block_tokens
-    return reason and PrefixMatch(False, method, size, tokens, reason=reason, snapshot=snapshot)
+    reason, size = caches.radix.hindrance(method), caches.radix.index.block_tokens
+    if reason is None:
+        return None
+    return PrefixMatch(False, method, size, tokens, reason=reason, snapshot=snapshot)
 
 
 def _enabled_scope(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray) -> Scope:
