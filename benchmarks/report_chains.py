@@ -1,7 +1,9 @@
-"""What benchmarks.report says of the Chain Cache: pure functions from a record to Markdown."""
+"""What benchmarks.report says of the Chain Cache and the prefix cache: pure functions from a record to Markdown."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -124,9 +126,63 @@ def chain_resume(record: Record) -> str:
     return said + "\n\n" + table(header, rows)
 
 
+def prefix_prune(record: Record) -> str:
+    """One beginning for many requests; turns and answers after pruning."""
+    result, options, parts = record["result"], record["manifest"]["arguments"], []
+    if "sharing" in result:
+        one = result["sharing"]
+        times = [1e3 * one[key]["median"] for key in ("hit_ttft_s", "no_cache_ttft_s")]
+        parts.append(
+            f"{one['requests']} requests at once share {one['shared_tokens']:,} tokens: {one['prefilled_tokens']:,} of "
+            f"{one['prompt_tokens']:,} prompt tokens were computed ({one['suffix_tokens']:,} are no others'), all were "
+            f"answered after {one['all_s']:.1f} s. Later ones, in turn: first token after {times[0]:,.0f} ms, "
+            f"{times[1]:,.0f} ms without the cache, {_over(one['ttft_over'])}."
+        )
+    if "pruning" in result:
+        found, rows = result["pruning"], []
+        for name, side in found["sides"].items():
+            cells = [f"{side[key][-1]:,}" for key in ("prompt_tokens", "cached_tokens", "resident_tokens")]
+            cells.append(f"{1e3 * statistics.median(side['ttft_s']):,.0f}")
+            ratios = found["over"].get(name)
+            rows.append([name, *cells, *(_over(ratios[key]) if ratios else "-" for key in ("edited", "whole"))])
+        header = ["next turn", "prompt tokens", "cached", "of these with rows", "first token after, ms"]
+        header += ["edited / this", "whole / this"]
+        share = statistics.median(found["sides"]["path"]["deleted_share"])
+        said = f"{options['rounds']} conversations; {share:.0%} of the tokens of their tool results are taken away: by "
+        said += "pruning (path, chain), or by the client in its messages (edited). unpruned: nothing is taken away; "
+        parts += [said + "whole: nothing is cached. Tokens are the last conversation's.", table(header, rows)]
+    if "quality" in result:
+        found, rows = result["quality"], []
+        for name, side in found["sides"].items():
+            cells = [f"{side['probability_over_full']:.3f}", f"{math.exp(side['worst_logprob_over_full']):.3f}"]
+            cells += [_interval(side[key]) for key in ("ranked_first", "within_5_percent")]
+            rows.append([name, *cells, f"{side['resident_tokens']:,.0f} of {side['cached_tokens']:,.0f}"])
+        header = [
+            "rows",
+            "probability / full",
+            "worst case",
+            "ranked first",
+            "within 5% of full",
+            "cached tokens with rows",
+        ]
+        said = (
+            f"{found['sides']['full']['cases']} questions about results that stay, after {options['share']:.0%} of the "
+        )
+        said += (
+            f"results were pruned ({found['tried']} tried; full: the whole text, computed at once); intervals of 95%."
+        )
+        parts += [said, table(header, rows)]
+    return "\n\n".join([*parts, _verdict(result)])
+
+
+def _over(ratio: Mapping[str, float]) -> str:
+    return "{ratio:.1f}x ({least_pair:.1f} to {largest_pair:.1f})".format(**ratio)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Record], str]]] = {
     "chain_turns": ("Turns of long conversations", chain_turns),
     "chain_recall": ("Recall of what was dropped", chain_recall),
     "agents": ("Many agents", agents),
     "chain_resume": ("Resuming long conversations", chain_resume),
+    "prefix_prune": ("Shared prefixes and pruning", prefix_prune),
 }

@@ -412,6 +412,35 @@ def test_recall_and_agents():
     assert "190 resumed, 10 created; rows came from: 3 host." in text
 
 
+def test_shared_prefixes_and_pruning():
+    sharing = {"requests": 64, "shared_tokens": 3000, "prefilled_tokens": 5000, "prompt_tokens": 195000, "all_s": 30.25}
+    sharing |= {"suffix_tokens": 1900, "hit_ttft_s": {"median": 0.1}, "no_cache_ttft_s": {"median": 2.5}}
+    sharing["ttft_over"] = ratio(25.0)
+    side = {"prompt_tokens": [5000, 6100], "cached_tokens": [4900, 5900], "resident_tokens": [2000, 2900]}
+    side |= {"ttft_s": [0.5, 0.75], "deleted_share": [0.6, 0.62]}
+    over = {"path": {"edited": ratio(6.5), "whole": ratio(15.0)}}
+    full = {"cases": 30, "probability_over_full": 1.0, "worst_logprob_over_full": 0.0, "cached_tokens": 0.0}
+    full |= {"ranked_first": [1.0, 0.9, 1.0], "within_5_percent": [0.5, 0.4, 0.6], "resident_tokens": 0.0}
+    drop = full | {"worst_logprob_over_full": -0.6931471805599453, "cached_tokens": 1200.0, "resident_tokens": 700.0}
+    quality = {"tried": 41, "sides": {"full": full, "drop": drop}}
+    found = record(
+        sharing=sharing, pruning={"sides": {"path": side, "whole": side}, "over": over}, quality=quality, **GOALS
+    )
+    found["manifest"] = MANIFEST | {"arguments": {"rounds": 2, "share": 0.6}}
+    text = report.SECTIONS["prefix_prune"][1](found)
+    assert "64 requests at once share 3,000 tokens: 5,000 of 195,000 prompt tokens were computed" in text
+    assert "first token after 100 ms, 2,500 ms without the cache, 25.0x (24.5 to 25.5)." in text
+    assert "2 conversations; 61% of the tokens" in text
+    assert "| path | 6,100 | 5,900 | 2,900 | 625 | 6.5x (6.0 to 7.0) | 15.0x (14.5 to 15.5) |" in text
+    assert "| whole | 6,100 | 5,900 | 2,900 | 625 | - | - |" in text
+    assert "30 questions about results that stay, after 60% of the results were pruned (41 tried" in text
+    assert "| drop | 1.000 | 0.500 | 100% [90%, 100%] | 50% [40%, 60%] | 700 of 1,200 |" in text
+    assert "| fast | 1.23 | met |" in text
+    for part in ("sharing", "pruning", "quality"):
+        del found["result"][part]
+    assert report.SECTIONS["prefix_prune"][1](found).startswith("| goal |")
+
+
 def test_the_readme_shows_savings_and_costs():
     window = WINDOW | {"manifest": MANIFEST | {"device": "a GPU", "model": "big", "dtype": "bfloat16"}}
     load = record(
