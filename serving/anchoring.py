@@ -100,6 +100,7 @@ async def chat(
     match: Match = "messages",
     answer_tokens: int = 1,
     skip_special_tokens: bool = True,
+    wait: bool = True,
 ) -> Prompt:
     """Ids of a chat request with a chain.
 
@@ -111,6 +112,7 @@ async def chat(
       match: see `history.anchor_chat`.
       answer_tokens: room that the window should have for the answer.
       skip_special_tokens: of the request.
+      wait: for the engine's thread to say what the chain has; else that is read beside it, and may be changing.
 
     Raises RequestError.
     """
@@ -122,7 +124,7 @@ async def chat(
         return steps, history.talks.find(steps.steps)
 
     steps, found = await prompts.in_pool(state, prepare)
-    known = await _known(served, history, found, method, chain)
+    known = await _known(served, history, found, method, chain, wait)
 
     def work() -> Prompt:
         talk = history.talks.get(known.chain_id) if known else NOTHING
@@ -160,6 +162,7 @@ async def text(
     chain: ChainOptions,
     *,
     add_special_tokens: bool = True,
+    wait: bool = True,
 ) -> Prompt:
     """Ids of a text completion request with a chain. Arguments as in `chat`. Raises RequestError."""
     history, tokenizer = state.history, served.tokenizer
@@ -173,7 +176,7 @@ async def text(
     sealed, found = await prompts.in_pool(state, prepare)
     if sealed is None:
         return Prompt(await prompts.encode(state, served, prompt, add_special_tokens=add_special_tokens), chain)
-    known = await _known(served, history, found, method, chain)
+    known = await _known(served, history, found, method, chain, wait)
 
     def work() -> Prompt:
         if known is None:
@@ -191,15 +194,18 @@ async def text(
 
 
 async def _known(
-    served: Served, history: History, found: Sequence[str], method: str, chain: ChainOptions
+    served: Served, history: History, found: Sequence[str], method: str, chain: ChainOptions, wait: bool
 ) -> Known | None:
     """The chain whose ids are looked at: the named one, else the first of those found that is still there."""
     names = [chain.chain_id, *found] if chain.chain_id else [*found] if chain.lookup else []
     if not names:
         return None
     try:
-        answer = served.engine.ask(lambda chains: known_chain(chains, names, method, chain))
-        known, dead = await asyncio.wait_for(asyncio.wrap_future(answer), ASK_TIMEOUT_S)
+        if wait:
+            answer = served.engine.ask(lambda chains: known_chain(chains, names, method, chain))
+            known, dead = await asyncio.wait_for(asyncio.wrap_future(answer), ASK_TIMEOUT_S)
+        else:
+            known, dead = served.engine.peek(lambda caches: known_chain(caches.chains, names, method, chain))
     except (EngineDeadError, TimeoutError):  # a dead engine says so when it gets the request
         return None
     for chain_id in dead:

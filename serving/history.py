@@ -62,7 +62,7 @@ def known_chain(
 ) -> tuple[Known | None, list[str]]:
     """The first of some chains that a turn with these options may go on from, and those that are gone.
 
-    For the engine's thread.
+    For the engine's thread, or another if the chain may be between two states (ids are those of its ledger anyway).
     """
     seed = chains.seed(method, options.salt, options.tenant)
     dead = [chain_id for chain_id in chain_ids if chain_id not in chains.index.chains]

@@ -46,7 +46,7 @@ async def routing_match(http: HTTPRequest) -> Response:
     """POST /v1/prefix_cache/routing_match: the same at once, whatever the engine is doing; for routers."""
     served = app_state(http).state.served()
     body, ignored = await read_body(http, PrefixMatchBody)
-    what = await selected(http, served, body)
+    what = await selected(http, served, body, wait=False)
     found = served.engine.peek(lambda caches: control.routed(caches, what.method, what.options, what.ids))
     return JSON({"object": "prefix_cache.match", "supported": True, **_shown(found)}, headers=answer_headers(ignored))
 

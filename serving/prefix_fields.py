@@ -118,7 +118,7 @@ class Selected:
 
 
 async def selected(
-    http: HTTPRequest, served: Served, body: SelectorBody, chain: ChainOptions | None = None
+    http: HTTPRequest, served: Served, body: SelectorBody, chain: ChainOptions | None = None, *, wait: bool = True
 ) -> Selected:
     """What a body names. Messages and text of a conversation that the server keeps get the ids that it has.
 
@@ -127,6 +127,7 @@ async def selected(
       served: the model.
       body: the request.
       chain: the conversation, if one is named.
+      wait: for the engine's thread, where it knows more.
 
     Raises RequestError.
     """
@@ -145,11 +146,11 @@ async def selected(
     text = body.text if body.text is not None else body.prompt
     if text is not None:
         special = body.add_special_tokens is not False
-        found = await anchoring.text(state, served, text, method, chain, add_special_tokens=special)
+        found = await anchoring.text(state, served, text, method, chain, add_special_tokens=special, wait=wait)
         conversation = None
     else:
         conversation = _conversation(served, body)
-        found = await anchoring.chat(state, served, conversation, method, chain)
+        found = await anchoring.chat(state, served, conversation, method, chain, wait=wait)
     prompts.check_ids(served, found.ids, given[0])
     if not found.ids:
         raise RequestError(f"{given[0]} has no token", param=given[0])

@@ -498,6 +498,10 @@ def test_a_dead_engine_is_named(servers: Servers) -> None:
 def test_routers_need_not_wait_for_a_step(servers: Servers) -> None:
     server = servers.start(settings=ON)
     put(server, ids(33))
+    talk = [{"role": "user", "content": "say:an answer that its chain remembers"}]
+    answer = server.post(CHAT, {"messages": talk}).json()
+    server.wait_quiet()
+    talk += [answer["choices"][0]["message"], {"role": "user", "content": "say:more"}]
     held, go = threading.Event(), threading.Event()
 
     def hold(caches: Caches) -> None:
@@ -507,7 +511,11 @@ def test_routers_need_not_wait_for_a_step(servers: Servers) -> None:
     waiting = server.engine.consult(hold)
     assert held.wait(5)
     try:
+        began = time.monotonic()
         assert call(server, "routing_match", {"token_ids": ids(33)})["matched_tokens"] == 36
+        found = call(server, "routing_match", {"messages": talk})
+        assert found["matched_tokens"] == answer["chain"]["processed_tokens"] // PAGE * PAGE
+        assert time.monotonic() - began < 2
         with pytest.raises(httpx.ReadTimeout):
             server.post(f"{ROOT}/match", {"token_ids": ids(33)}, timeout=0.2)
     finally:
