@@ -71,7 +71,7 @@ def test_a_conversation_without_ids(shared: LiveServer) -> None:
 
 
 def test_the_chain_object(shared: LiveServer) -> None:
-    first = chat(shared, "one object")
+    first = chat(shared, "one object", cache_salt="object")
     chain, usage = first["chain"], first["usage"]
     total = usage["prompt_tokens"] + usage["completion_tokens"]
     assert (chain["total_tokens"], chain["processed_tokens"]) == (total, total - 1)
@@ -80,34 +80,38 @@ def test_the_chain_object(shared: LiveServer) -> None:
     assert {chain["recomputed"], chain["state_rebuilt"], chain["interrupted"]} == {False}
     assert 3000 < chain["expires_at"] - time.time() < 3700
     assert chain["quality"]["evicted_tokens"] == 0
-    second = chat(shared, "one object", "two", chain_id=first["chain_id"], chain_ttl_s=50)["chain"]
+    fields = {"chain_id": first["chain_id"], "chain_ttl_s": 50, "cache_salt": "object"}
+    second = chat(shared, "one object", "two", **fields)["chain"]
     assert (second["status"], second["restored_from"]) == ("resumed", "device")
     assert second["reused_tokens"] == second["retained_tokens"] == total - 1
     assert 0 < second["expires_at"] - time.time() < 51
 
 
 def test_headers(shared: LiveServer) -> None:
-    first = shared.post(CHAT, {"messages": say("headers")})
+    salt = {"cache_salt": "headers"}  # else other tests have computed how the template begins
+    first = shared.post(CHAT, {"messages": say("headers"), **salt})
     assert first.headers["x-sparsejax-chain-id"] == first.json()["chain_id"] == first.headers["x-sparsevllm-chain-id"]
     assert first.headers["x-sparsejax-chain-status"] == "created"
     assert first.headers["x-sparsejax-cached-tokens"] == "0"
     assert first.headers["x-sparsejax-method"] == "dense"
     assert first.headers["x-sparsejax-cache-miss"].partition(";")[0] in ("cold", "diverged")
     assert "x-sparsejax-retained-fraction" not in first.headers
-    body = {"messages": say("headers", "again"), "chain_id": first.json()["chain_id"]}
+    body = {"messages": say("headers", "again"), "chain_id": first.json()["chain_id"], **salt}
     for stream in (False, True):
         second = shared.post(CHAT, {**body, "stream": stream})
         assert second.headers["x-sparsejax-chain-status"] == "resumed"
         assert int(second.headers["x-sparsejax-cached-tokens"]) > 0
         assert second.headers["x-sparsejax-retained-fraction"] == "1.0000"
         assert "x-sparsejax-cache-miss" not in second.headers
-        body = {"messages": say("headers", "again", "more"), "chain_id": second.headers["x-sparsejax-chain-id"]}
+        chain_id = second.headers["x-sparsejax-chain-id"]
+        body = {"messages": say("headers", "again", "more"), "chain_id": chain_id, **salt}
     browser = shared.get("/health", headers={"Origin": "http://x"})
     assert set(HEADERS) <= set(browser.headers["access-control-expose-headers"].split(", "))
 
 
 def test_every_chunk_names_the_chain(shared: LiveServer) -> None:
-    fields = {"messages": say("in pieces"), "stream_options": {"include_usage": True}}
+    options = {"stream_options": {"include_usage": True}, "cache_salt": "pieces"}
+    fields = {"messages": say("in pieces"), **options}
     *chunks, done = shared.stream(CHAT, fields)
     assert done == "[DONE]"
     assert len({chunk["chain_id"] for chunk in chunks}) == 1
@@ -116,7 +120,7 @@ def test_every_chunk_names_the_chain(shared: LiveServer) -> None:
     assert [chunk["choices"][0]["finish_reason"] for chunk in with_chain] == ["stop"]
     assert with_chain[0]["chain"]["state"] == "idle"
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    chunks = shared.stream(CHAT, {"messages": say("in pieces", "more"), "stream_options": {"include_usage": True}})[:-1]
+    chunks = shared.stream(CHAT, {"messages": say("in pieces", "more"), **options})[:-1]
     assert {chunk["chain_status"] for chunk in chunks} == {"adopted"}
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -439,8 +443,12 @@ def test_an_empty_id_begins_a_chain(shared: LiveServer, empty: str | None) -> No
 def test_lookup_off_begins_a_new_chain(shared: LiveServer) -> None:
     first = chat(shared, "look")
     second = chat(shared, "look", "again", chain_lookup="off")
-    assert (second["chain_status"], second["usage"]["prompt_tokens_details"]["cached_tokens"]) == ("created", 0)
+    assert (second["chain_status"], second["chain"]["parent_id"]) == ("created", None)
     assert second["chain_id"] != first["chain_id"]
+    cached, known = second["usage"]["prompt_tokens_details"]["cached_tokens"], first["chain"]["processed_tokens"]
+    assert known - 4 < cached <= known, "whole pages of 4 tokens, from the prefix cache"
+    alone = chat(shared, "look", "again", chain_lookup="off", cache_salt="look")
+    assert (alone["chain_status"], alone["usage"]["prompt_tokens_details"]["cached_tokens"]) == ("created", 0)
 
 
 def test_named_chains_are_forked_by_those_who_name_none(shared: LiveServer) -> None:

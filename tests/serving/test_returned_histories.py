@@ -112,7 +112,8 @@ def test_salts_share_nothing(live: LiveServer) -> None:
     assert other["usage"]["prompt_tokens"] < first["chain"]["total_tokens"] + 25, (
         "not a token of the other one's reasoning"
     )
-    assert ask(live, again, cache_salt="b", chain_id=first["chain_id"])["chain"]["reused_tokens"] <= 60
+    third = ask(live, again, cache_salt="b", chain_id=first["chain_id"])
+    assert third["chain"]["reused_tokens"] < other["usage"]["prompt_tokens"], "what the second request computed"
     assert ask(live, again, cache_salt="a")["chain"]["reused_tokens"] == first["chain"]["total_tokens"] - 1
 
 
@@ -123,7 +124,9 @@ def test_a_deleted_chain_is_forgotten(live: LiveServer) -> None:
     assert live.client.delete(f"/v1/chains/{first['chain_id']}").status_code == 200
     again = [*messages, {"role": "assistant", "content": "Paris"}, say("more")]
     second = ask(live, again)
-    assert second["chain"]["reused_tokens"] == 0
+    assert second["chain"]["status"] == "created"
+    assert second["usage"]["prompt_tokens"] < first["chain"]["total_tokens"] + 25, "the reasoning is not part of it"
+    assert second["chain"]["reused_tokens"] <= first["usage"]["prompt_tokens"], "rows of the text that was sent again"
     assert len(live.state.history.talks) == 1
 
 
