@@ -352,8 +352,8 @@ class DeviceRunner:
     @functools.cached_property
     def _nothing(self) -> transfers.ParkedState:
         """What a row has beside its pages when nothing was learned of it."""
-        row_aux = {name: np.zeros((a.shape[0], *a.shape[2:]), a.dtype) for name, a in self.state.row_aux.items()}
-        request_aux = {name: np.zeros(a.shape[1:], a.dtype) for name, a in self.state.request_aux.items()}
+        row_aux: Any = {name: np.zeros((a.shape[0], *a.shape[2:]), a.dtype) for name, a in self.state.row_aux.items()}
+        request_aux: Any = {name: np.zeros(a.shape[1:], a.dtype) for name, a in self.state.request_aux.items()}
         return jax.device_put(transfers.ParkedState(row_aux, request_aux))
 
     @functools.cached_property
