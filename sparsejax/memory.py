@@ -34,6 +34,7 @@ class Memory:
         self.pool = PagePool(limits.geometry, limits.num_sequence_pages)
         self.free_rows = list(range(limits.num_rows, 0, -1))
         self.holders: dict[int, Sequence] = {}  # by row
+        self.lent_rows: set[int] = set()  # to prune jobs
         self.shelf: dict[int, RowPages] = {}  # pages that are held without a row, by id of their table
         self.also_held: Callable[[], Iterable[tuple[Granularity, np.ndarray]]] = tuple  # pages that no row has
         self._kept: dict[tuple[str, str, bytes], np.ndarray | None] = {}  # asked for every row in every step
@@ -304,6 +305,18 @@ class Memory:
         seq.row = self.free_rows.pop()
         self.holders[seq.row] = seq
 
+    def borrow_row(self) -> int | None:
+        """A row that no choice has, until it is given back; None if there is none."""
+        if not self.free_rows:
+            return None
+        row = self.free_rows.pop()
+        self.lent_rows.add(row)
+        return row
+
+    def return_row(self, row: int) -> None:
+        self.lent_rows.remove(row)
+        self.free_rows.append(row)
+
     def put_aside(self, pages: RowPages) -> None:
         """From now on these pages are held without a row."""
         self.shelf[id(pages)] = pages
@@ -341,7 +354,7 @@ class Memory:
 
     def check_integrity(self) -> None:
         """Re-adds rows and pages; raises IntegrityError."""
-        rows = sorted([*self.free_rows, *self.holders])
+        rows = sorted([*self.free_rows, *self.holders, *self.lent_rows])
         if rows != list(range(1, self.limits.num_rows + 1)):
             raise IntegrityError(f"rows are lost or owned twice: {rows}")
         tables = [seq.pages for seq in self.holders.values() if seq.pages is not None]

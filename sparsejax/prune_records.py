@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,3 +135,10 @@ class Slice(enum.Enum):
     """It waits for numbers from the device."""
     BLOCKED = "blocked"
     """It waits for somebody else."""
+
+
+class Wait(NamedTuple):
+    """What a job waits for before its next slice."""
+
+    state: Slice
+    why: str = ""

@@ -201,11 +201,11 @@ class Targets:
         ]
         chain, freed = target.chain, 0
         if chain is None:
-            return self._cut(target, pieces, kept, policy)
+            return self.cut_path(target, pieces, kept, policy)
         pages, parked = self._without(chain, target, pieces)
         try:
             if target.plan is not None:
-                freed = self._cut(target, pieces, kept, policy)
+                freed = self.cut_path(target, pieces, kept, policy)
         except BaseException:
             pages.release()
             raise
@@ -213,19 +213,22 @@ class Targets:
         self.replace(chain, pages, parked, row_layout.pruned(chain.cuts, cuts), target.ranges[0][0])
         return freed
 
-    def _cut(self, target: Target, pieces: Sequence[np.ndarray], kept: Sequence[np.ndarray], policy: str) -> int:
-        granularity, pool = self.granularity(target.scope.method), self.memory.pool
-        payloads = [[(granularity, p[..., i].reshape(-1).copy()) for i in range(p.shape[-1])] for p in pieces]
-        for each in payloads:
-            for payload in each:
-                pool.share(*payload)
+    def payloads(self, method: str, pages: np.ndarray) -> list[tuple[Granularity, np.ndarray]]:
+        """What the index holds of pages [layers, heads, n], with references of its own."""
+        granularity = self.granularity(method)
+        self.memory.pool.share(granularity, pages.reshape(-1))
+        return [(granularity, pages[..., i].reshape(-1).copy()) for i in range(pages.shape[-1])]
+
+    def cut_path(self, target: Target, pieces: Sequence[np.ndarray], kept: Sequence[np.ndarray], policy: str) -> int:
+        """Exchanges what others find (see `exchange`). Raises StalePlanError."""
         assert target.plan is not None
+        payloads = [self.payloads(target.scope.method, piece) for piece in pieces]
         try:
             return self.radix.index.cut(target.plan, list(zip(payloads, kept, strict=True)), policy)
         except BaseException:
             for each in payloads:
                 for payload in each:
-                    pool.free(*payload)
+                    self.memory.pool.free(*payload)
             raise
 
     def _without(self, chain: Chain, target: Target, pieces: Sequence[np.ndarray]) -> tuple[RowPages, ParkedRow]:

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sparsejax import prune_scores
 from sparsejax.cache.chain import Chain, ChainState
 from sparsejax.cache.pages import PoolExhaustedError
-from sparsejax.cache.radix_records import Lease, StalePlanError
+from sparsejax.cache.radix_records import Lease, Match, StalePlanError
 from sparsejax.errors import PruneConflictError
 from sparsejax.launches import call_runner
-from sparsejax.plans import ArrayTicket, PackRows, RowScores, ScoreRow
-from sparsejax.prune_records import PruneRequest, Slice
+from sparsejax.plans import ArrayTicket, PackRows, RowScores, ScoreRow, Ticket
+from sparsejax.prune_recompute import Recomputer
+from sparsejax.prune_records import PruneRequest, Slice, Wait
 from sparsejax.prune_target import Target, Targets, ranges_of
 from sparsejax.rows import RowPages
 
 MAX_ATTEMPTS = 3
 
 
-class Wait(NamedTuple):
-    """What a job waits for before its next slice."""
-
-    state: Slice
-    why: str = ""
-
-
 class Awaited:
     """A result that a job waits for."""
 
-    def __init__(self, ticket: ArrayTicket) -> None:
+    def __init__(self, ticket: ArrayTicket | Ticket) -> None:
         self._ticket = ticket
         self.value: Any = None
 
@@ -62,6 +56,7 @@ class Worker:
         self.instruction = tuple(instruction)
         self.slice_tokens = slice_tokens
         self.leases: set[Lease] = set()
+        self._recomputer = Recomputer(self)
         self.awaited: Awaited | None = None
 
     def run(self, request: PruneRequest) -> Work:
@@ -81,6 +76,8 @@ class Worker:
         kept = [np.zeros(0, np.int32)] * len(target.ranges)
         if any(part.keep_tokens for part in request.parts):
             kept = yield from self._choose(request, target)
+        if request.recompute:
+            return (yield from self._recomputer.run(request, target, kept))
         return (yield from self._commit(request, target, kept))
 
     def _idle_chain(self, request: PruneRequest) -> Generator[Wait, None, Chain]:
@@ -131,13 +128,13 @@ class Worker:
         held = RowPages(self.memory.pool, granularity)
         held.adopt(target.pages)
         self.radix.borrowed.append(held)
-        lease = None if target.match is None else self._lease(target)
+        lease = None if target.match is None else self.keep(target.match)
         try:
             for probe in probes:
                 yield Wait(Slice.DEVICE)
                 columns = int(np.searchsorted(target.rows, probe.stop)) // self.page_size
                 need = self.memory.geometry.pages(len(probe.tokens))
-                while not self._make_room(target, need):
+                while not self.make_room(target, need):
                     yield Wait(Slice.BLOCKED, "there are no free pages for the tokens that score rows")
                 scratch = RowPages(self.memory.pool, granularity)
                 pages = scratch.extend(np.full(held.columns.shape, need, np.int32))
@@ -151,29 +148,35 @@ class Worker:
             self.radix.borrowed.remove(held)
             held.release()
             if lease is not None:
-                self.leases.remove(lease)
-                self.radix.index.release(lease)
+                self.let_go(lease)
 
-    def _lease(self, target: Target) -> Lease:
-        """Keeps the path of a target from being given up."""
-        match = target.match
-        assert match is not None
+    def keep(self, match: Match) -> Lease:
+        """Keeps a path from being given up, until `let_go`."""
         lease = self.radix.index.lease(match)
         self.leases.add(lease)
         return lease
 
+    def let_go(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        self.radix.index.release(lease)
+
     def _read(self, scores: RowScores | None, rows: int) -> Generator[Wait, None, np.ndarray]:
         if scores is None:
             return np.zeros(rows, np.float32)
-        awaited = self.awaited = Awaited(call_runner(self.runner.read_scores, scores))
+        found = yield from self.wait(call_runner(self.runner.read_scores, scores))
+        return found[:rows]
+
+    def wait(self, ticket: ArrayTicket | Ticket) -> Generator[Wait, None, Any]:
+        """Waits for a result without holding anybody up."""
+        awaited = self.awaited = Awaited(ticket)
         try:
             while not awaited.poll():
                 yield Wait(Slice.RESULT)
         finally:
             self.awaited = None
-        return awaited.value[:rows]
+        return awaited.value
 
-    def _make_room(self, target: Target, pages: int) -> bool:
+    def make_room(self, target: Target, pages: int) -> bool:
         """Has so many pages of each layer and head free that are promised to nobody, if it can."""
         granularity = self.targets.granularity(target.scope.method)
         heads = int(np.prod(self.memory.geometry.table_shape(granularity)))
@@ -191,7 +194,7 @@ class Worker:
         tokens = [target.rows[slice(*span)][rows] for span, rows in zip(spans, kept, strict=True)]
         pack = [not whole and 0 < len(rows) < stop - start for (start, stop), rows in zip(spans, kept, strict=True)]
         need = sum(len(rows) // size for rows, packs in zip(kept, pack, strict=True) if packs)
-        while need and not self._make_room(target, need):
+        while need and not self.make_room(target, need):
             yield Wait(Slice.BLOCKED, "there are no free pages for the rows that stay")
         target.check()
         fresh = RowPages(self.memory.pool, self.targets.granularity(request.method))

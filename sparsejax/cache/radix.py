@@ -21,7 +21,7 @@ import numpy as np
 from sparsejax.cache.chain import common_prefix
 from sparsejax.cache.chain_miss import COLD, Miss
 from sparsejax.cache.pages import IntegrityError
-from sparsejax.cache.radix_keep import RadixKeeper
+from sparsejax.cache.radix_heal import RadixHealer
 from sparsejax.cache.radix_prune import RangeRows, normal_ranges
 from sparsejax.cache.radix_records import Insertion, Lease, Match, StalePlanError
 from sparsejax.cache.radix_tree import Block, Cut, Scope, chained, up
@@ -32,7 +32,7 @@ _MOST_SIBLINGS = 64
 _MOST_ROOTS = 64
 
 
-class RadixIndex(RadixKeeper):
+class RadixIndex(RadixHealer):
     """Finds, publishes and prunes.
 
     Args beyond those of `RadixKeeper`:
