@@ -118,6 +118,7 @@ def build_engine(config: EngineConfig, progress: Report | None) -> BuiltEngine:
         else None,
         knobs=knobs(capacity.methods),
         recall=config.recall_host_bytes > 0,
+        prune=config.prefix_cache,
     )
     with _asked_for(config):
         compile_programs(runner, config.precompile, report)

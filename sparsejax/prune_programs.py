@@ -48,7 +48,7 @@ class PrunePrograms:
     def _sizes(self) -> list[int]:
         """Tokens of the programs that score."""
         buckets = self._runner.limits.prefill_buckets
-        return sorted({tokens for rows, tokens in buckets if rows == 1} or {tokens for _, tokens in buckets})
+        return sorted({tokens for rows, tokens in buckets if rows == 1} | {max(tokens for _, tokens in buckets)})
 
     @property
     def _pack_pages(self) -> int:
