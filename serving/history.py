@@ -46,6 +46,14 @@ class Tokenizer(Sealing, Protocol):
         **template_kwargs: Any,
     ) -> tuple[str, int | None]: ...
 
+    def render_chat_contents(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        indexes: Sequence[int],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> tuple[str, dict[int, tuple[int, int]]]: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Known:
@@ -114,6 +122,12 @@ class Conversation:
         start = max((text.rfind(mark, 0, max(0, found)) for mark in marks), default=-1)
         is_answer = found >= 0 and str(last_call.get("name")) in text[max(0, start) : found]
         return text, found if is_answer else None
+
+    def contents(self, tokenizer: Tokenizer, indexes: Sequence[int]) -> tuple[str, dict[int, tuple[int, int]]]:
+        """Its sealed text, and where in it contents of messages begin and end, of those for which that can be said."""
+        return tokenizer.render_chat_contents(
+            self.messages, indexes, add_generation_prompt=self.add_generation_prompt, **self.variables
+        )
 
     def render(self, tokenizer: Tokenizer, **place: int | None) -> tuple[str, int | None]:
         """Its sealed text, and where in it the content of message `after` ends or that of message `before` begins."""

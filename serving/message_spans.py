@@ -1,10 +1,10 @@
 """Which tokens of a conversation are the content of one message.
 
-The template's text is asked for twice, once with the place where the content begins and once with that where it ends.
-From there to tokens it goes over bytes: what each id stands for is known (`ledger_text`), so no other tokenizer, no
-search for the content's words, and no mark in what the model reads is needed. Ids of a chain may stand for more than
-the template writes now, reasoning that it leaves out for instance: text between two control tokens is then found by
-itself and its neighbours, in order.
+The template says where a content begins and ends in the text that it writes (`models.load.chat_prompt`). From there to
+tokens it goes over bytes: what each id stands for is known (`ledger_text`), so no other tokenizer, no search for the
+content's words, and no mark in what the model reads is needed. Ids of a chain may stand for more than the template
+writes now, reasoning that it leaves out for instance: text between two control tokens is then found by itself and its
+neighbours, in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def spans(
 ) -> dict[int, Span | None]:
     """The tokens that lie wholly inside the content of messages.
 
-    Takes time, four renderings for each message: not for the event loop.
+    Takes time, a few renderings: not for the event loop.
 
     Args:
       tokenizer: of the server.
@@ -49,23 +49,32 @@ def spans(
       RequestError: there is no such message, or the template refuses the messages.
     """
     ledger = ids if isinstance(ids, LedgerText) else LedgerText(tokenizer, np.asarray(ids, np.uint32))
-    found: dict[int, Span | None] = {}
-    places: dict[str, _Places] = {}
-    for index in wanted:
+    indexes = list(dict.fromkeys(wanted))
+    for index in indexes:
         if not 0 <= index < len(conversation.messages):
             raise RequestError(
                 f"there is no message {index}: the conversation has {len(conversation.messages)}", param="message"
             )
-        text, begin = conversation.render(tokenizer, before=index)
-        other, end = conversation.render(tokenizer, after=index)
-        if begin is None or end is None or text != other or begin > end:
+    text, known = conversation.contents(tokenizer, indexes)
+    places = _Places(tokenizer, text.encode(), ledger)
+    found: dict[int, Span | None] = {}
+    for index in indexes:
+        place = known.get(index) or _alone(tokenizer, conversation, text, index)
+        if place is None:
             found[index] = None
-            continue
-        if text not in places:
-            places[text] = _Places(tokenizer, text.encode(), ledger)
-        start = len(text[:begin].encode())
-        found[index] = places[text].tokens(start, start + len(text[begin:end].encode()))
+        else:
+            start = len(text[: place[0]].encode())
+            found[index] = places.tokens(start, start + len(text[slice(*place)].encode()))
     return found
+
+
+def _alone(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
+    """Where the content of one message begins and ends in the text: each end in a rendering of its own."""
+    one, begin = conversation.render(tokenizer, before=index)
+    other, end = conversation.render(tokenizer, after=index)
+    if begin is None or end is None or not one == other == text or begin > end:
+        return None
+    return begin, end
 
 
 def message_of_call(messages: Sequence[Mapping[str, Any]], tool_call_id: str) -> int:

@@ -60,6 +60,13 @@ class Tokenizer(Protocol):
         before: int | None = None,
         **template_kwargs: Any,
     ) -> tuple[str, int | None]: ...
+    def render_chat_contents(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        indexes: Sequence[int],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> tuple[str, dict[int, tuple[int, int]]]: ...
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

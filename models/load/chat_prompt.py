@@ -24,22 +24,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from sparsejax.errors import RequestError
+from sparsejax.models.load.chat_request import check_data, joined, map_request
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEMPLATE_VARIABLES = frozenset({"tools", "documents", "continue_final_message", "reasoning_effort"})
 _MARKUP = re.compile(r"[<\[\uff5c].+[>\]\uff5c]", re.DOTALL)
-_MAX_DEPTH = 64
 _MAX_RENDERINGS = 64
 _NONCE = secrets.token_hex(8)
 _MARK = f"\ue000{_NONCE}\ue001"
 _PLACE = f"\ue000{secrets.token_hex(8)}\ue001"
+_PLACE_OF = f"\ue000{secrets.token_hex(8)}:{{}}\ue001"
+_ANY_PLACE = re.compile(_PLACE_OF.format("([0-9]+)"))
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 
 
@@ -117,6 +120,73 @@ class ChatPrompt:
                 head = self._normalized(head)
                 return head + self._normalized(tail), len(head)
         return self._normalized(text), None
+
+    def contents(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        indexes: Sequence[int],
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The text of `sealed`, and where in it the contents of some messages begin and end.
+
+        What `sealed` says of one place, for many in a few renderings. Messages are left out where that can't be said,
+        or not together with others. Raises RequestError.
+        """
+        request = self._checked(messages, variables)
+        plain = self._render(request, add_generation_prompt)
+        text = self._sealed(request, add_generation_prompt, plain)
+        found: dict[int, tuple[int, int]] = {}
+        groups, tries = [list(indexes)] if indexes else [], 0
+        while groups and tries < _MAX_RENDERINGS:
+            group = groups.pop()
+            for trimmed in (False, True):
+                tries += 1
+                places = self._places(request, add_generation_prompt, plain, text, group, trimmed)
+                if places is not None:
+                    found |= places
+                    break
+            else:
+                if len(group) > 1:
+                    middle = len(group) // 2
+                    groups += [group[middle:], group[:middle]]
+        return self._normalized(text), found
+
+    def _places(
+        self,
+        request: Mapping[str, Any],
+        add_generation_prompt: bool,
+        plain: str,
+        text: str,
+        indexes: Sequence[int],
+        trimmed: bool,
+    ) -> dict[int, tuple[int, int]] | None:
+        """Where contents lie in the text, white space around them left out if `trimmed`; None if one can't be found."""
+        changed = [*request["messages"]]
+        for index in indexes:
+            content = changed[index]["content"]
+            core = content.strip() if trimmed else content
+            lead = content[: len(content) - len(content.lstrip())] if trimmed and core else ""
+            tail = content[len(lead) + len(core) :]
+            placed = lead + _PLACE_OF.format(2 * index) + core + _PLACE_OF.format(2 * index + 1) + tail
+            changed[index] = {**changed[index], "content": placed}
+        try:
+            placed_request = {**request, "messages": changed}
+            rendered = self._render(placed_request, add_generation_prompt)
+            if _ANY_PLACE.sub("", rendered) != plain:
+                return None
+            pieces = _ANY_PLACE.split(self._sealed(placed_request, add_generation_prompt, rendered))
+        except RequestError:  # the template minds the places
+            return None
+        # Pieces of text and numbers of places in turn.
+        texts, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
+        if "".join(texts) != text or sorted(numbers) != sorted(2 * i + end for i in indexes for end in (0, 1)):
+            return None
+        shown = [self._normalized(part) for part in texts]
+        if "".join(shown) != self._normalized(text):
+            return None
+        ends = dict(zip(numbers, itertools.accumulate(map(len, shown)), strict=False))
+        return {index: (ends[2 * index], ends[2 * index + 1]) for index in indexes}
 
     def seal(self, text: str) -> str:
         """A raw prompt, sealed: control tokens written in it count as such."""
@@ -215,7 +285,7 @@ class ChatPrompt:
         def change(text: str) -> str:
             return self._broken_up(text, by_text.get(text, frozenset()))
 
-        marked = _map_request(request, change, change)
+        marked = map_request(request, change, change)
         try:
             return self._render(marked, add_generation_prompt)
         except RequestError:
@@ -236,7 +306,7 @@ class ChatPrompt:
                 marks[_Mark(text, None)] = None
             return visit_key(text)
 
-        _map_request(request, visit, visit_key)
+        map_request(request, visit, visit_key)
         return list(marks)
 
     def _has_piece_at_edge(self, text: str) -> bool:
@@ -271,7 +341,7 @@ class ChatPrompt:
         for name, value in variables.items():
             if name in self._reserved_names:
                 raise RequestError(f"chat template variable {name!r} can't be set", param="chat_template_kwargs")
-            _check_data(value, name, "chat_template_kwargs")
+            check_data(value, name, "chat_template_kwargs")
         return {"messages": [self._checked_message(*item) for item in enumerate(messages)], **variables}
 
     @functools.cached_property
@@ -294,8 +364,8 @@ class ChatPrompt:
             if not message.get("tool_calls"):
                 raise RequestError(f"{where} has no content", param="messages")
             content = ""
-        checked = {**message, "content": _joined(content, f"{where}.content")}
-        _check_data(checked, where, "messages")
+        checked = {**message, "content": joined(content, f"{where}.content")}
+        check_data(checked, where, "messages")
         return checked
 
     def _template_names(self, role: str) -> bool:
@@ -306,25 +376,6 @@ class ChatPrompt:
         return any(f"'{role}'" in text or f'"{role}"' in text for text in texts)
 
 
-def _joined(content: Any, where: str) -> str:
-    """A message's text: a string, or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence) or isinstance(content, (bytes, Mapping)):
-        raise RequestError(
-            f"{where} must be a string or a list of text parts, got {type(content).__name__}", param="messages"
-        )
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(
-                f'{where}[{index}] must be {{"type": "text", "text": string}}, got {kind}', param="messages"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
 def _with_place(content: str, end: bool) -> list[str]:
     """The content with a place at its end or beginning, or inside the white space there, which templates may trim."""
     if end:
@@ -332,45 +383,3 @@ def _with_place(content: str, end: bool) -> list[str]:
         return list(dict.fromkeys([content + _PLACE, core + _PLACE + content[len(core) :]]))
     core = content.lstrip()
     return list(dict.fromkeys([_PLACE + content, content[: len(content) - len(core)] + _PLACE + core]))
-
-
-def _check_data(value: Any, where: str, param: str, depth: int = 0) -> None:
-    """RequestError unless `value` is made of JSON types and not too deep."""
-    if depth > _MAX_DEPTH:
-        raise RequestError(f"{where.split('.')[0]} is nested deeper than {_MAX_DEPTH} levels", param=param)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise RequestError(f"{where} has a key that is no string: {key!r}", param=param)
-            _check_data(item, f"{where}.{key}" if depth < 3 else where, param, depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _check_data(item, where, param, depth + 1)
-    elif isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise RequestError(f"{where} contains a lone surrogate, which is not Unicode text", param=param) from None
-    elif value is not None and not isinstance(value, (bool, int, float)):
-        raise RequestError(f"{where} must be a JSON value, got {type(value).__name__}", param=param)
-
-
-def _map_strings(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
-    """A copy with every string and key changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change_key(key): _map_strings(item, change, change_key) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_strings(item, change, change_key) for item in value]
-    return value
-
-
-def _map_request(
-    request: Mapping[str, Any], change: Callable[[str], str], change_key: Callable[[str], str]
-) -> dict[str, Any]:
-    """`_map_strings` on the template's variables; their names and the messages' roles stay."""
-    changed = {name: _map_strings(value, change, change_key) for name, value in request.items()}
-    for message, original in zip(changed["messages"], request["messages"], strict=True):
-        message["role"] = original["role"]
-    return changed

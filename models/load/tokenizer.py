@@ -97,6 +97,19 @@ class Tokenizer:
         """
         return self._chat_prompt.sealed(messages, add_generation_prompt, template_kwargs, after, before)
 
+    def render_chat_contents(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        indexes: Sequence[int],
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        """The text of `render_chat_sealed`, and where in it the contents of the messages `indexes` begin and end.
+
+        Messages for which that can't be said, or not in this way, are left out.
+        """
+        return self._chat_prompt.contents(messages, add_generation_prompt, template_kwargs, indexes)
+
     def seal(self, text: str, add_special_tokens: bool = True) -> str | None:
         """The sealed text of a raw prompt: `encode_sealed` of it gives the ids of `encode`.
 

@@ -80,3 +80,17 @@ class ByteTokenizer:
         if before is not None:
             return text, len(sealed(messages[:before], False, False)) + len(f"x{messages[before]['role']}:")
         return text, None if after is None else len(sealed(messages[: after + 1], False, False)) - 1
+
+    def render_chat_contents(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        indexes: Sequence[int],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> tuple[str, dict[int, tuple[int, int]]]:
+        found, text = {}, ""
+        for index in indexes:
+            text, start = self.render_chat_sealed(messages, add_generation_prompt, before=index, **variables)
+            _, stop = self.render_chat_sealed(messages, add_generation_prompt, after=index, **variables)
+            found[index] = (start or 0, stop or 0)
+        return text, found

@@ -240,3 +240,22 @@ def test_messages_that_are_not_there(smollm2: Tokenizer) -> None:
 )
 def test_aligned_inward(span: Any, blocks: Any) -> None:
     assert aligned(span, 16) == blocks
+
+
+@pytest.mark.parametrize("template", [None, THINKING, TRIMMING, BARE, WRAPPING, TWICE, DROPPING])
+def test_contents_found_together_are_those_found_alone(smollm2: Tokenizer, template: str | None) -> None:
+    tokenizer = smollm2 if template is None else with_template(smollm2, template)
+    results = [" one\n", "two", "", "</think> three", "<|im_end|>", "two", "im_end|> 東京"]
+    messages = talk_of([*results, [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]])
+    conversation = Conversation(messages, True, {})
+    indexes = range(len(messages))
+    text, together = conversation.contents(tokenizer, indexes)
+    assert text == conversation.sealed(tokenizer)[0]
+    for index in indexes:
+        begin, end = (conversation.render(tokenizer, **{side: index})[1] for side in ("before", "after"))
+        if index in together:
+            assert together[index] == (begin, end), index
+    alone = [i for i in indexes if conversation.render(tokenizer, before=i)[1] is not None]
+    assert set(together) >= {i for i in alone if template in (None, TRIMMING, BARE, WRAPPING)}
+    if template is TWICE:
+        assert together == {}
