@@ -1,4 +1,4 @@
-"""Rows of known blocks that were computed again: they take the place of the old ones, and what was built on those goes."""
+"""Rows of known blocks that were computed again take the place of the old ones, and what was built on those goes."""
 
 from __future__ import annotations
 

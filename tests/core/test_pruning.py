@@ -1,4 +1,4 @@
-"""Requests on pruned prefixes equal attention over a whole text of which the same rows are masked, on a device runner."""
+"""Requests on pruned prefixes equal attention over a whole text of which those rows are masked, on a device runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsejax import registry
-from sparsejax.prune_jobs import PruneInfo, PrunePart, PruneRequest
+from sparsejax.prune_jobs import POLICIES, PruneInfo, PrunePart, PruneRequest
 from sparsejax.request import ChainOptions, PrefixOptions, Request, SamplingParams
 from sparsejax.runner import DeviceRunner
 from sparsejax.scheduler import Scheduler
@@ -143,3 +143,42 @@ def test_chains_go_on_without_what_is_gone(served: Served) -> None:
         served.check(prompt, tokens, values, hidden)
         talk = [*prompt, *tokens]
         assert served.scheduler.chains.tiers.demote(chain)
+
+
+def cuts_of(served: Served, ids: list[int]) -> set[int]:
+    """Tokens of a text without rows."""
+    scope = served.scheduler.chains.scope(served.name, "", "")
+    match = served.scheduler.radix.index.match(scope, np.array(ids, np.uint32), whole=True)
+    return {p for cut in match.lost for p in range(cut.start, cut.stop)} - {int(p) for c in match.lost for p in c.kept}
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_87_rows_that_stay_are_those_of_the_best_scores(served: Served, policy: str) -> None:
+    served.request(PROMPT, 1)
+    info = served.prune(PROMPT, keep=8, policy=policy, observation_tokens=4)
+    assert info.result["retained_tokens"] == 8
+    gone = cuts_of(served, PROMPT)
+    assert gone < dropped()
+    assert len(gone) == len(dropped()) - 8
+    prompt = [*PROMPT, *SUFFIX]
+    tokens, values, _ = served.request(prompt)
+    served.check(prompt, tokens, values, [(48, gone)])
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+def test_exact_mode_equals_a_text_masked_from_its_start(served: Served, keep: int) -> None:
+    served.request(PROMPT, 1)
+    served.prune(PROMPT, keep=keep, policy=POLICIES[-1] if keep else "drop", recompute=True)
+    gone = cuts_of(served, PROMPT)
+    assert len(gone) == len(dropped()) - keep
+    prompt = [*PROMPT, *SUFFIX]
+    tokens, values, _ = served.request(prompt)
+    served.check(prompt, tokens, values, [(0, gone)])
+    output, _, last = served.request([*PROMPT, 1, 2, 3], chain=ChainOptions())
+    assert last.chain.reused_tokens == 48
+    talk = [*PROMPT, 1, 2, 3, *output]
+    served.prune(talk, [(40, 44)], chain_id=last.chain.chain_id, recompute=True)
+    prompt = [*talk, *SUFFIX]
+    tokens, values, last = served.request(prompt, chain=ChainOptions(last.chain.chain_id, on_miss="error"))
+    assert last.chain.prefilled_tokens == 1 + len(SUFFIX)
+    served.check(prompt, tokens, values, [(0, gone | set(range(40, 44)))])
