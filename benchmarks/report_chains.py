@@ -71,12 +71,18 @@ def chain_recall(record: Record) -> str:
     for name, side in result["sides"].items():
         cells = [f"{side['logprob']:.3f}", f"{side['probability_over_dense']:.3g}", f"{side['median_rank']:g}"]
         cells += [_interval(side[key]) for key in ("ranked_first", "within_5_percent")]
+        cells.append(f"{side['taken_back']:.1%}" if "taken_back" in side else "-")
         cells.append(f"{side['fact_rows_held']:.0%}" if "fact_rows_held" in side else "-")
         lent = side.get("recall_means")
         cells.append("{lent_rows:,.0f} of {evicted_rows:,.0f}".format(**lent) if lent else "-")
         rows.append([name, *cells])
     header = ["method, rows, recall", "log-probability", "probability / dense", "median rank", "ranked first"]
-    header += ["within 5% of dense", f"fact's rows left after turn {options['look_after']}", "rows lent, of dropped"]
+    header += [
+        "within 5% of dense",
+        "lost log-probability taken back",
+        f"fact's rows left after turn {options['look_after']}",
+        "rows lent, of dropped",
+    ]
     said = f"{result['cases']} conversations of {options['turns']} turns in which dense attention ranks the answer "
     said += f"first ({result['tried']} tried); means, intervals of 95%."
     return "\n\n".join([said, table(header, rows), _verdict(result)])

@@ -382,18 +382,27 @@ def test_sides_have_what_every_case_gave():
     assert result["sides"]["a, off"]["fact_rows_held"] == 0.125
     assert result["sides"]["a, off"]["ranks"] == [21, 15]
     assert result["sides"]["a, recall 64"]["recall_means"]["lent_rows"] == 50
-    assert [goal["met"] for goal in result["goals"]] == [True, True]
+    assert result["sides"]["a, recall 64"]["taken_back"] == 1
+    assert [goal["met"] for goal in result["goals"]] == [True] * 5
     assert chain_recall.summed(sides, found, 3, 4)["invalid_because"] == ["2 cases that dense solves, fewer than 4"]
 
 
 def test_goals_of_recall():
-    def side(recall, ratio):
-        return {"recall": recall, "probability_over_dense": ratio}
+    def side(recall, first, ratio, back):
+        return {"recall": recall, "ranked_first": (first,), "probability_over_dense": ratio, "taken_back": back}
 
-    sides = {"dense": side("off", 1.0), "a, off": side("off", 0.2), "a, recall 64": side("host", 0.97)}
-    assert [one["met"] for one in chain_recall.goals(sides)] == [True, True]
-    sides = {"dense": side("off", 1.0), "a, off": side("off", 0.96), "a, recall 64": side("host", 0.9)}
-    assert [one["met"] for one in chain_recall.goals(sides)] == [False, False]
+    dense = side("off", 1.0, 1.0, None)
+    sides = {"dense": dense, "a, off": side("off", 0.0, 0.2, None), "a, recall 64": side("host", 0.98, 0.97, 0.96)}
+    assert [one["met"] for one in chain_recall.goals(sides)] == [True] * 5
+    sides = {"dense": dense, "a, off": side("off", 0.95, 0.96, None), "a, recall 64": side("host", 0.94, 0.9, 0.8)}
+    assert [one["met"] for one in chain_recall.goals(sides)] == [False] * 5
+
+
+def test_what_recall_takes_back():
+    off = {"spec": "a", "recall": "off", "logprob_over_dense": -10.0}
+    other = {"spec": "b", "recall": "off", "logprob_over_dense": -2.0}
+    lent = {"spec": "a", "recall": "host", "logprob_over_dense": -0.5}
+    assert chain_recall.taken_back({"x": off, "y": other, "z": lent}, lent) == pytest.approx(0.95)
 
 
 def test_what_makes_recall_invalid():
