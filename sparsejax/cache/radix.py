@@ -388,8 +388,8 @@ class RadixIndex(RadixHealer):
         for block in there:
             if block.refs != refs.pop(id(block), 0) or block.pins != pins.pop(id(block), 0):
                 raise IntegrityError("a block has other holders than it counts")
-            if block.pins and block.pages:
-                pinned[block.scope.tenant] = pinned.get(block.scope.tenant, 0) + len(block.pages)
+            if block.pins:
+                pinned[block.scope.tenant] = pinned.get(block.scope.tenant, 0) + block.charge
         if refs or pins:
             raise IntegrityError("blocks are held that are not there")
         if pinned != {tenant: n for tenant, n in self.pinned_pages.items() if n}:

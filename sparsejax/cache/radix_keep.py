@@ -66,7 +66,7 @@ class RadixKeeper(RadixTree):
         """
         self.expire_pins()
         path = self.path(scope, ids)
-        more = sum(len(block.pages or ()) for block in path if not block.pins)
+        more = sum(block.charge for block in path if not block.pins)
         whole, each = self.max_pinned_pages
         mine, everybody = self.pinned_pages[scope.tenant] + more, self.pinned_pages.total() + more
         if mine > each or everybody > whole:

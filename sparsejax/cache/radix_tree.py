@@ -113,6 +113,11 @@ class Block:
         """Somebody needs it, or one below."""
         return self.refs > 0 or self.pins > 0
 
+    @property
+    def charge(self) -> int:
+        """Pages that a pin of it holds, or may once it has rows again."""
+        return max(1, len(self.pages or ()))
+
 
 def up(block: Block) -> Iterator[Block]:
     """A block and those above it, without the root."""
@@ -274,13 +279,13 @@ class RadixTree:
 
     def _hold(self, block: Block, refs: int = 0, pins: int = 0) -> None:
         """Adds to the holders of one block."""
-        before, pinned, pages = block.held, block.pins > 0, len(block.pages or ())
+        before, pinned = block.held, block.pins > 0
         block.refs += refs
         block.pins += pins
         if block.refs < 0 or block.pins < 0:
             raise IntegrityError("a block was given back more often than it was taken")
-        self.free_pages += pages * (before - block.held)
-        self.pinned_pages[block.scope.tenant] += pages * ((block.pins > 0) - pinned)
+        self.free_pages += len(block.pages or ()) * (before - block.held)
+        self.pinned_pages[block.scope.tenant] += block.charge * ((block.pins > 0) - pinned)
 
     def _settle(self, block: Block) -> None:
         """The last block of a path was given back: it may go now, at once if it has no rows."""
@@ -294,7 +299,7 @@ class RadixTree:
         if not block.held:
             self.free_pages += pages
         if block.pins:
-            self.pinned_pages[block.scope.tenant] += pages
+            self.pinned_pages[block.scope.tenant] += block.charge - max(1, len(block.pages or ()) - pages)
 
     # Order of loss.
 

@@ -421,6 +421,24 @@ def test_88_readers_keep_what_they_have_and_go_on() -> None:
     box.end()
 
 
+def test_38_pruned_blocks_count_as_what_they_may_hold_again() -> None:
+    box, ids = Box(max_pinned_pages=(8, 5)), text(32)
+    _, lease = box.begin(ids)
+    box.publish(lease, ids[:12])
+    box.serve(ids)
+    box.prune(ids, [(4, 24)])
+    with pytest.raises(PinRefusedError):
+        box.index.pin(MINE, as_ids(ids), 10.0)  # three pages now, eight blocks
+    pin = box.index.pin(MINE, as_ids(ids[:20]), 10.0)
+    assert box.index.stats()["pinned_pages"] == 5
+    assert box.publish(lease, [*ids[:12], *text(12, 3)]) == 3
+    assert box.index.stats()["pinned_pages"] == 5
+    box.index.unpin(pin)
+    assert box.index.stats()["pinned_pages"] == 0
+    box.index.release(lease)
+    box.end()
+
+
 def test_a_path_that_is_pruned_twice_under_a_reader_is_closed() -> None:
     box, ids = Box(), text(32)
     box.serve(ids)

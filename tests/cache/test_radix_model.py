@@ -369,7 +369,7 @@ class Machine(RuleBasedStateMachine):
         self.pins.append((pin, scope, path, self.now + ttl_s))
 
     def pinned(self, model: Model) -> int:
-        return sum(len(e.rows or ()) // SIZE for e in model.entries.values() if e.pins)
+        return sum(max(1, len(e.rows or ()) // SIZE) for e in model.entries.values() if e.pins)
 
     @precondition(lambda self: self.pins)
     @rule(pick=PICK)
