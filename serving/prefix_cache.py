@@ -78,7 +78,7 @@ async def delete_subtree(http: HTTPRequest) -> Response:
         return JSON(answer, headers=answer_headers(ignored))
     reasons = ", ".join(f"{count} {reason}" for reason, count in found.blocked_reasons.items())
     text = f"none of {found.blocked_block_count} blocks could go: {reasons}"
-    status, refusal = describe(RequestError(text, status=409, code="prefix_in_use", retry_after_s=1.0))
+    status, refusal = describe(RequestError(text, status=409, code="prefix_in_use"))
     return JSON(answer | refusal, status)
 
 
@@ -156,8 +156,8 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 def _shown(record: Any) -> dict[str, Any]:
-    """A record of `radix_reports` for JSON."""
-    return dataclasses.asdict(record)
+    """A record of `radix_reports` for JSON, which takes those inside it as they are."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 ENDPOINTS = {

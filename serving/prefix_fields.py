@@ -158,10 +158,18 @@ async def selected(
 
 
 def named(http: HTTPRequest, served: Served, body: SelectorBody) -> tuple[str, PrefixOptions]:
-    """The method that a body means, and whose rows. Raises RequestError."""
+    """The method that a body means, and whose rows. What it does not say its `chat` may say. Raises RequestError."""
+    method, options = body.sparse_method, prefix_options(body, tenant_of(http))
     check_model(body.model, served)
-    check_method(body.sparse_method, served)
-    return body.sparse_method or served.default_method, prefix_options(body, tenant_of(http))
+    chat = body.chat
+    if isinstance(chat, ChatBody):
+        check_model(chat.model, served)
+        inner = prefix_options(chat, options.tenant)
+        method = chat.sparse_method if method is None else method
+        salt = inner.salt if body.cache_salt is None else options.salt
+        options = dataclasses.replace(options, salt=salt, exact=options.exact or inner.exact)
+    check_method(method, served)
+    return method or served.default_method, options
 
 
 def selectors(body: SelectorBody) -> list[str]:
@@ -172,7 +180,6 @@ def selectors(body: SelectorBody) -> list[str]:
 def _conversation(served: Served, body: SelectorBody) -> Conversation:
     chat = body.chat
     if isinstance(chat, ChatBody):
-        check_model(chat.model, served)
         check_unsupported(chat)
         if chat.messages is None:
             raise RequestError("chat.messages is missing", param="chat.messages", code="missing_required_parameter")

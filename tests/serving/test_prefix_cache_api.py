@@ -406,6 +406,13 @@ def test_salts_divide_further(server: LiveServer) -> None:
     for salt in ({}, {"cache_salt": "two"}):
         assert call(server, "match", {"token_ids": tokens, **salt})["matched_tokens"] == 0
         refusal(server.post(f"{ROOT}/delete_subtree", {"token_ids": tokens, **salt}), 404, "prefix_not_found")
+    talk = {"messages": [{"role": "user", "content": "say:salted"}], "cache_salt": "one", "chain": False}
+    server.post(CHAT, talk)
+    server.wait_quiet()
+    assert call(server, "match", {"chat": talk})["matched_tokens"] > 0, "a request's own salt"
+    assert call(server, "match", {"chat": talk, "cache_salt": "two"})["matched_tokens"] == 0
+    assert not call(server, "match", {"chat": {**talk, "sparse_method": "window"}})["enabled"]
+    refusal(server.post(f"{ROOT}/match", {"chat": {**talk, "model": "no such"}}), 404, "model_not_found")
     long = refusal(server.post(f"{ROOT}/match", {"token_ids": tokens, "cache_salt": "x" * 257}), 400, "invalid_value")
     assert long["param"] == "cache_salt"
 
