@@ -24,8 +24,9 @@ from sparsejax.state import KVState, layer_view
 from sparsejax.steps import per_token
 
 SCORES = "row_scores"
-MOST_QUERIES = 1024
-"""Queries, those of all query heads of a KV head together, that see the rows at once: no kernel takes more."""
+MOST_QUERIES, QUERY_STEP = 1024, 16
+"""Queries, those of all query heads of a KV head together, that see the rows at once: no kernel takes more. Those of a
+query head come in multiples, to which kernels pad them."""
 
 
 def score_statics(statics: Statics) -> Statics:
@@ -33,10 +34,16 @@ def score_statics(statics: Statics) -> Statics:
     return probing(statics, "score", observe=_observe)
 
 
+def queries_at_once(group_size: int) -> int:
+    """Queries of each query head that a kernel takes at once."""
+    most = max(1, MOST_QUERIES // group_size)
+    return most - most % QUERY_STEP or most
+
+
 def _observe(params: Any, context: ObserveContext) -> tuple[Aux, Aux]:
-    """Scores the rows before a chunk in one layer. What the chunk's own rows get is not lost, but nobody's."""
+    """Scores the rows before a chunk in one layer; what the chunk's own rows get is nobody's."""
     queries = context.queries.shape[1]
-    size = min(queries, max(1, MOST_QUERIES // context.geometry.group_size))
+    size = min(queries, queries_at_once(context.geometry.group_size))
     index = jnp.arange(queries, dtype=jnp.int32)[None, None]
     valid, before = index < context.num_valid[:, None, None], context.start[:, :, None]
     own, limit = jnp.where(valid, before + index + 1, 0), jnp.where(valid, before, 0)

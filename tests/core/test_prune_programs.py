@@ -14,6 +14,7 @@ from sparsejax.combine import with_granularity
 from sparsejax.geometry import Granularity
 from sparsejax.models.registry import get_architecture
 from sparsejax.pallas_kernels.heads import finish
+from sparsejax.pallas_kernels.row_scores import mosaic_tpu
 from sparsejax.plans import PackRows, PrefillRow, RowScores, SamplingRow, ScoreRow, UnparkRow
 from sparsejax.runner import DeviceRunner
 from sparsejax.state import POSITIONS
@@ -191,10 +192,18 @@ def test_scores_are_those_of_the_oracle(name: str, grain: Granularity) -> None:
 
 
 def test_queries_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prune_steps, "MOST_QUERIES", 10)  # five queries of a group of two
+    monkeypatch.setattr(prune_steps, "MOST_QUERIES", 10)
+    assert prune_steps.queries_at_once(TINY.num_q_heads // TINY.num_kv_heads) == 5
     device, tokens = Device("dense", Granularity.SEQUENCE, chunk=22), np.array(tokens_of(4, 21), np.int32)
     found = device.read(device.probe(device.pages, tokens, 32))
     np.testing.assert_allclose(found[:32], oracle(device, np.arange(32), tokens, 32)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8, 16, 64])
+def test_tpu_kernels_take_a_part(group_size: int) -> None:
+    """They pad queries to whole tiles of 8 (32-bit) or 16 (16-bit) rows."""
+    count = prune_steps.queries_at_once(group_size)
+    assert all(-(-n // 16) * 16 * group_size <= mosaic_tpu.MOST_QUERIES for n in (count, max(1, count - 5)))
 
 
 @by_case
