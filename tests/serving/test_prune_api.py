@@ -220,6 +220,10 @@ def test_what_has_no_whole_block_is_skipped(server: LiveServer) -> None:
     some = start(server, {"messages": messages, "prune": [everything[0], {"message": 2, "keep_tokens": 0}]})
     assert ([s["message"] for s in some["skipped"]], len(some["ranges"])) == ([0], 1)
     assert job(server, some["prune_id"], 10)["status"] == "completed"
+    rest = start(server, {"messages": messages, "prune": [{"message": 3}, {"message": 0}], "keep": 0})
+    assert ([s["message"] for s in rest["skipped"]], rest["policy"]) == ([0], "drop"), (
+        "keep is for those without their own"
+    )
 
 
 def test_messages_are_checked(server: LiveServer) -> None:
@@ -423,6 +427,35 @@ def test_a_client_that_leaves_waits_no_more(servers: Servers) -> None:
         server.wait_for(lambda: server.state.waiting_for_jobs == 1)
     server.wait_for(lambda: server.state.waiting_for_jobs == 0)
     server.client.delete(f"{PRUNE}/{waits['prune_id']}")
+    turn.join(10)
+
+
+def test_waiting_clients_hear_that_the_engine_died(servers: Servers) -> None:
+    server, chain_id, turn = busy_chain(servers, check=False)
+    waits = start(server, {"chain_id": chain_id, "ranges": [[4, 12]], **DROP})
+    seen: list[Any] = []
+    watcher = threading.Thread(target=lambda: seen.append(server.get(f"{PRUNE}/{waits['prune_id']}?wait_s=30")))
+    watcher.start()
+    server.wait_for(lambda: server.state.waiting_for_jobs == 1)
+    server.runner.fail("decode", 1, RuntimeError("device lost"))
+    watcher.join(10)
+    refusal(seen[0], 500, "engine_dead")
+    turn.join(10)
+
+
+def test_so_many_may_wait(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsejax.serving.prune.MAX_WAITING", 1)
+    server, chain_id, turn = busy_chain(servers)
+    waits = start(server, {"chain_id": chain_id, "ranges": [[4, 12]], **DROP})
+    watcher = threading.Thread(target=lambda: job(server, waits["prune_id"], 20))
+    watcher.start()
+    server.wait_for(lambda: server.state.waiting_for_jobs == 1)
+    response = server.get(f"{PRUNE}/{waits['prune_id']}?wait_s=5")
+    refusal(response, 503, "too_many_waiting")
+    assert response.headers["Retry-After"] == "1"
+    assert job(server, waits["prune_id"])["status"] in ("queued", "running"), "who does not wait is answered"
+    server.client.delete(f"{PRUNE}/{waits['prune_id']}")
+    watcher.join(10)
     turn.join(10)
 
 
