@@ -182,17 +182,21 @@ class Answer(abc.ABC):
             prompt += len(request.prompt_ids) if report is None else report.reused_tokens + report.prefilled_tokens
             reused += report.reused_tokens if report else 0
         completion = self.generation.completion_tokens()
-        first_choices = (stats for index, stats in self._stats.items() if index % self.num_choices_per_prompt == 0)
+        first_choices = [stats for index, stats in self._stats.items() if index % self.num_choices_per_prompt == 0]
         cached = sum(stats.cached_tokens for stats in first_choices)
+        details = {"cached_tokens": cached if self._stats else reused}
+        if self._stats:
+            details["resident_tokens"] = sum(stats.resident_prefix_tokens for stats in first_choices)
+            details["degraded_tokens"] = sum(stats.degraded_tokens for stats in first_choices)
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached if self._stats else reused},
+            "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
         if self.generation.chains:  # where clients of SparseEngine look
-            usage["cached_tokens"] = usage["reused_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+            usage["cached_tokens"] = usage["reused_tokens"] = details["cached_tokens"]
         return usage
 
     def _chain(self, whole: bool = False) -> dict[str, Any]:

@@ -373,10 +373,11 @@ def _refused(status: int | None, answer: Mapping[str, Any]) -> ClientError:
 def _made(kind: type[T], answer: Mapping[str, Any]) -> T:
     """A dataclass from the fields that it has, with the whole answer in `fields`."""
     try:
-        values = {field.name: answer[field.name] for field in dataclasses.fields(kind) if field.name != "fields"}  # type: ignore[arg-type]
+        names = [field.name for field in dataclasses.fields(kind) if field.name != "fields"]  # type: ignore[arg-type]
+        values = {name: answer[name] for name in names} | {"fields": dict(answer)}
     except KeyError as error:
         raise ClientError(f"the answer has no {error.args[0]}: {json.dumps(answer)[:200]}") from None
-    return kind(**values, fields=dict(answer))
+    return kind(**values)
 
 
 def _checked(job: PruneJob) -> PruneJob:

@@ -42,7 +42,7 @@ def report(seq: Sequence, ttl_s: float) -> ChainReport:
         miss=seq.chain_miss,
         diverged_at=seq.diverged_at,
         restored_from=seq.restored_from,
-        retained_tokens=seq.retained_tokens,
+        retained_tokens=seq.resident_prefix,
         total_tokens=0 if busy else len(chain.ledger),
         expires_s=ttl_s if chain.ttl_s is None else chain.ttl_s,
     )
@@ -68,7 +68,7 @@ def claimed(seq: Sequence, metrics: EngineMetrics) -> None:
         chain.turns + 1,
         seq.base,
         len(seq.group.prompt) - seq.base,
-        seq.retained_tokens,
+        seq.resident_prefix,
         seq.restored_from,
         seq.chain_miss,
         seq.diverged_at,

@@ -352,13 +352,18 @@ class TokenLogprob:
 class RequestStats:
     """What a choice cost. Times in seconds of `time.monotonic()` differences, sizes in tokens.
 
-    `seen_tokens` were processed, `resident_tokens` still hold KV (largest over layers and heads), `read_tokens` are
-    what the last decode step read, averaged over layers and heads. `preemptions` counts how often the choice lost its
-    place; `rebuilt` says that its KV was then recomputed, because the swap space was full, rather than restored.
+    Of the `cached_tokens`, which were not computed, `resident_prefix_tokens` still had KV when the choice began, and
+    `degraded_tokens` lie behind the beginning of a range that was pruned: theirs is missing, or may have been computed
+    on what was left. `seen_tokens` were processed, `resident_tokens` still hold KV (both largest over layers and
+    heads), `read_tokens` are what the last decode step read, averaged over layers and heads. `preemptions` counts how
+    often the choice lost its place; `rebuilt` says that its KV was then recomputed, because the swap space was full,
+    rather than restored.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    resident_prefix_tokens: int = 0
+    degraded_tokens: int = 0
     completion_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0

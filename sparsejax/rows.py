@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparsejax.cache import row_layout
 from sparsejax.cache.chain import Chain
+from sparsejax.cache.chain_miss import Miss
 from sparsejax.cache.evicted import EvictedPages, Recalled
 from sparsejax.cache.pages import PagePool
 from sparsejax.cache.radix_records import Lease, Match
@@ -343,6 +345,7 @@ class Sequence:
       attached: tokens of the prompt whose rows it found in the radix cache when it last got a row.
       lease, prefix_match, unconfirmed: more of that (see `radix_cache`): blocks that stay for it, what was found until
         it has its row, and the tokens up to the end of each prompt chunk under way, by iteration.
+      prefix_known, prefix_miss: what was found when it was last looked for, while it waits, and why not more in the end.
       cuts: ranges of its tokens whose rows were pruned.
       tainted: it has rows that were computed while others were missing, or will have.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.
@@ -393,6 +396,8 @@ class Sequence:
         self.attached = 0
         self.lease: Lease | None = None
         self.prefix_match: Match | None = None
+        self.prefix_known: Match | None = None
+        self.prefix_miss: Miss | None = None
         self.unconfirmed: dict[int, int] = {}
         self.cuts: Cuts = ()
         self.tainted = False
@@ -407,6 +412,22 @@ class Sequence:
     def reused(self) -> int:
         """Tokens of the prompt that were not computed in this turn."""
         return max(self.base, self.attached)
+
+    @property
+    def resident_prefix(self) -> int:
+        """Of these, those that had rows when the choice began, largest over layers and heads."""
+        if self.base:
+            return min(self.base, self.retained_tokens)
+        return self.reused - row_layout.missing(self._cuts_before())
+
+    @property
+    def degraded_tokens(self) -> int:
+        """Of these, those from the first pruned range on; all of them where it isn't known where that was."""
+        cuts = self._cuts_before()
+        return self.reused - cuts[0].start if cuts else self.reused if self.tainted else 0
+
+    def _cuts_before(self) -> Cuts:
+        return tuple(cut for cut in self.cuts if cut.stop <= self.reused)
 
     @property
     def decode_left(self) -> int:
@@ -490,6 +511,8 @@ class Sequence:
         return RequestStats(
             prompt_tokens=len(self.group.prompt),
             cached_tokens=self.reused,
+            resident_prefix_tokens=self.resident_prefix,
+            degraded_tokens=self.degraded_tokens,
             completion_tokens=len(self.output),
             queue_s=admitted - arrival,
             prefill_s=first - admitted,

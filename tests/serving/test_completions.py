@@ -63,7 +63,7 @@ def test_chat_shape(shared: LiveServer) -> None:
     assert usage["prompt_tokens"] == len(answer["prompt_token_ids"])
     assert usage["completion_tokens"] == 6
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "resident_tokens": 0, "degraded_tokens": 0}
     cost = answer["sparsejax"]
     assert cost["method"] == "dense"
     assert cost["seen_tokens"] == usage["prompt_tokens"] + 5
