@@ -54,8 +54,10 @@ class Recomputer:
 
     def run(
         self, request: PruneRequest, target: Target, kept: Sequence[np.ndarray]
-    ) -> Generator[Wait, None, dict[str, Any]]:
-        """The rest of a job. `kept`: of each range, indexes among its rows. Returns its result."""
+    ) -> Generator[Wait, None, tuple[int, int]]:
+        """The rest of a job. `kept`: of each range, indexes among its rows. Returns the pages that are given up, and
+        the rows that were computed.
+        """
         tokens = [target.rows[slice(*target.rows_of(i))][rows] for i, rows in enumerate(kept)]
         text = self._text(request, target, tokens)
         if target.plan is not None and text.match is None:
@@ -68,9 +70,10 @@ class Recomputer:
         try:
             pages.adopt(self._old(target)[..., : text.first // self.page_size])
             yield from self._compute(request.method, text, pages, target)
+            target.check()
             while self._hindered(target, text, lease):
                 yield Wait(Slice.BLOCKED, "others read what is behind the ranges")
-            target.check()
+                target.check()
             freed = self._exchange(request, target, text, tokens, pages)
             moved = target.chain is not None
         finally:
@@ -79,8 +82,7 @@ class Recomputer:
                 pages.release()
             if lease is not None:
                 self.worker.let_go(lease)
-        recomputed = len(text.rows) - text.first
-        return self.worker.result(request, target, tokens, freed, recomputed)
+        return freed, len(text.rows) - text.first
 
     def _old(self, target: Target) -> np.ndarray:
         return target.pages if target.chain is None else target.chain.payload.pages.padded(0)
@@ -125,6 +127,7 @@ class Recomputer:
                 at = start
                 while at < stop:
                     yield Wait(Slice.DEVICE)
+                    target.check()
                     while row is None:
                         row = self.memory.borrow_row()
                         if row is None:

@@ -60,6 +60,15 @@ class Target:
         """Indexes [first, end) of the rows of a range."""
         return row_layout.rows_of(self.cuts, *self.ranges[i])
 
+    def only(self, which: Sequence[int]) -> Target:
+        """The same with some of its ranges."""
+        return dataclasses.replace(
+            self,
+            ranges=tuple(self.ranges[i] for i in which),
+            parts=tuple(self.parts[i] for i in which),
+            plan=None if self.plan is None else tuple(self.plan[i] for i in which),
+        )
+
     def check(self) -> None:
         """Raises StalePlanError if anything has changed since."""
         if self.plan is not None and not all(rows.current for rows in self.plan):

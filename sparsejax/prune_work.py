@@ -76,9 +76,17 @@ class Worker:
         kept = [np.zeros(0, np.int32)] * len(target.ranges)
         if any(part.keep_tokens for part in request.parts):
             kept = yield from self._choose(request, target)
-        if request.recompute:
-            return (yield from self._recomputer.run(request, target, kept))
-        return (yield from self._commit(request, target, kept))
+            target.check()
+        tokens = [target.rows[slice(*target.rows_of(i))][rows] for i, rows in enumerate(kept)]
+        losing = [i for i, rows in enumerate(kept) if len(rows) < np.diff(target.rows_of(i))[0]]
+        freed = recomputed = 0
+        if losing:
+            part, left = target.only(losing), [kept[i] for i in losing]
+            if request.recompute:
+                freed, recomputed = yield from self._recomputer.run(request, part, left)
+            else:
+                freed = yield from self._commit(request, part, left)
+        return self.result(request, target, tokens, freed, recomputed)
 
     def _idle_chain(self, request: PruneRequest) -> Generator[Wait, None, Chain]:
         """The chain of a request, once no turn has it and its rows are on the device."""
@@ -187,8 +195,8 @@ class Worker:
 
     # The end.
 
-    def _commit(self, request: PruneRequest, target: Target, kept: Sequence[np.ndarray]) -> Work:
-        """Exchanges the rows. `kept`: of each range, indexes among its rows."""
+    def _commit(self, request: PruneRequest, target: Target, kept: Sequence[np.ndarray]) -> Generator[Wait, None, int]:
+        """Exchanges the rows. `kept`: of each range, indexes among its rows. Returns the pages that are given up."""
         whole, size = self.runner.limits.methods[request.method].whole_pages, self.page_size
         spans = [target.rows_of(i) for i in range(len(target.ranges))]
         tokens = [target.rows[slice(*span)][rows] for span, rows in zip(spans, kept, strict=True)]
@@ -210,15 +218,14 @@ class Worker:
                 else:
                     piece = source[..., rows[::size] // size]
                 pieces.append(piece)
-            freed = self.targets.exchange(target, pieces, tokens, request.policy)
+            return self.targets.exchange(target, pieces, tokens, request.policy)
         except PoolExhaustedError as error:
             raise StalePlanError(str(error)) from error
         finally:
             fresh.release()
-        return self.result(request, target, tokens, freed)
 
     def result(
-        self, request: PruneRequest, target: Target, tokens: Sequence[np.ndarray], freed: int, recomputed: int = 0
+        self, request: PruneRequest, target: Target, tokens: Sequence[np.ndarray], freed: int, recomputed: int
     ) -> dict[str, Any]:
         """What is said of a job that has done its work."""
         ranges, _ = ranges_of(request, self.page_size)

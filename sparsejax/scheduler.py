@@ -29,7 +29,13 @@ _BLOCKED_WAIT_S = 0.005  # before prune jobs that wait for others are looked at 
 
 
 class Scheduler(Lifecycle):
-    """The engine's state machine, without a thread. Everything but `prepare` belongs to the engine thread."""
+    """The engine's state machine, without a thread. Everything but `prepare` belongs to the engine thread.
+
+    Attributes:
+      pause: waits so many seconds, where there is nothing to do but to look again.
+    """
+
+    pause: Callable[[float], None] = staticmethod(time.sleep)
 
     @property
     def busy(self) -> bool:
@@ -67,7 +73,7 @@ class Scheduler(Lifecycle):
         elif self.groups:
             self._break_impasse()
         elif self.prunes.pending:
-            time.sleep(_BLOCKED_WAIT_S)
+            self.pause(_BLOCKED_WAIT_S)
         for request_id in self._broken:
             self.cancel(request_id)
         self._broken.clear()

@@ -25,6 +25,18 @@ class Masked:
         self._whole: list[int] = []
         self.read(tokens)
 
+    @classmethod
+    def of(cls, tokens: Sequence[int], rows: dict[int, int]) -> Masked:
+        """A text of which these rows are there, whatever was seen when they were computed."""
+        text = cls(tokens)
+        text.rows = dict(rows)
+        return text
+
+    @property
+    def stamps(self) -> list[int]:
+        """What stands for the tokens that are there, in their order."""
+        return list(self.rows.values())
+
     @property
     def _seen(self) -> int | None:
         whole = list(self.rows.values()) == self._whole

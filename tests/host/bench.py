@@ -40,6 +40,7 @@ class Bench:
         self.runner = MockRunner(clock=self.clock, sleep=self.clock.sleep, **mock)  # type: ignore[arg-type]
         disk = open_disk(self.runner) if open_disk is not None else None
         self.scheduler = Scheduler(self.runner, settings, clock=self.clock, disk=disk)
+        self.scheduler.pause = self.clock.sleep
         self.events: dict[str, list[TokenEvent]] = collections.defaultdict(list)
         self.requests: dict[str, Request] = {}
 
