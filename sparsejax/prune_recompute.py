@@ -34,6 +34,8 @@ class _Text:
       new: ranges that lose their rows now.
       first: rows that stay as they are.
       match: what others find of it, or None.
+      path: ranges without rows as the index has them; a chain may have the same in other pieces.
+      held: what each block of the match holds, so that a change is noticed.
     """
 
     tokens: np.ndarray
@@ -42,6 +44,8 @@ class _Text:
     new: frozenset[tuple[int, int]]
     first: int
     match: Match | None
+    path: Cuts
+    held: tuple[tuple[Any, ...] | None, ...]
 
 
 class Recomputer:
@@ -55,8 +59,9 @@ class Recomputer:
     def run(
         self, request: PruneRequest, target: Target, kept: Sequence[np.ndarray]
     ) -> Generator[Wait, None, tuple[int, int]]:
-        """The rest of a job. `kept`: of each range, indexes among its rows. Returns the pages that are given up, and
-        the rows that were computed.
+        """The rest of a job. `kept`: of each range, indexes among its rows.
+
+        Returns the pages that are given up, and the rows that were computed.
         """
         tokens = [target.rows[slice(*target.rows_of(i))][rows] for i, rows in enumerate(kept)]
         text = self._text(request, target, tokens)
@@ -70,10 +75,10 @@ class Recomputer:
         try:
             pages.adopt(self._old(target)[..., : text.first // self.page_size])
             yield from self._compute(request.method, text, pages, target)
-            target.check()
+            self._check(target, text)
             while self._hindered(target, text, lease):
                 yield Wait(Slice.BLOCKED, "others read what is behind the ranges")
-                target.check()
+                self._check(target, text)
             freed = self._exchange(request, target, text, tokens, pages)
             moved = target.chain is not None
         finally:
@@ -109,7 +114,10 @@ class Recomputer:
         cuts = row_layout.pruned(old, new)
         rows = row_layout.positions(cuts, len(ids))
         first = int(np.searchsorted(rows, target.ranges[0][0]))
-        return _Text(np.asarray(ids).astype(np.int32), cuts, rows, frozenset(target.ranges), first, match)
+        path = () if match is None else row_layout.pruned(match.lost, new)
+        held = () if match is None else tuple(block.pages for block in match.blocks)
+        new_ranges = frozenset(target.ranges)
+        return _Text(np.asarray(ids).astype(np.int32), cuts, rows, new_ranges, first, match, path, held)
 
     def _runs(self, text: _Text) -> Iterator[tuple[int, int]]:
         """Tokens [start, stop) to compute that follow each other."""
@@ -127,7 +135,7 @@ class Recomputer:
                 at = start
                 while at < stop:
                     yield Wait(Slice.DEVICE)
-                    target.check()
+                    self._check(target, text)
                     while row is None:
                         row = self.memory.borrow_row()
                         if row is None:
@@ -149,6 +157,13 @@ class Recomputer:
             if row is not None:
                 self.memory.return_row(row)
 
+    def _check(self, target: Target, text: _Text) -> None:
+        """Raises StalePlanError if anything of the text has changed."""
+        target.check()
+        blocks = text.match.blocks if text.match is not None else ()
+        if not all(block.alive and block.pages is pages for block, pages in zip(blocks, text.held, strict=True)):
+            raise StalePlanError("a path has changed")
+
     def _hindered(self, target: Target, text: _Text, lease: Lease | None) -> bool:
         if text.match is None:
             return False
@@ -165,7 +180,7 @@ class Recomputer:
             plan = UnparkRow(0, pages.padded(-1), pages.lengths.copy(), text.tokens, None)
             parked = call_runner(self.runner.bare, request.method, plan)
         if target.plan is not None and text.match is not None:
-            pieces = [table[..., slice(*self._columns(text, *pair))] for pair in target.ranges]
+            pieces = [table[..., slice(*self._columns(text.path, *pair))] for pair in target.ranges]
             freed = self.targets.cut_path(target, pieces, kept, request.policy)
             behind = target.ranges[0][1] // size
             path = text.match.blocks
@@ -178,16 +193,16 @@ class Recomputer:
             self.targets.replace(chain, pages, parked, text.cuts, target.ranges[0][0])
         return freed
 
-    def _columns(self, text: _Text, start: int, stop: int) -> tuple[int, int]:
-        first, end = row_layout.rows_of(text.cuts, start, stop)
+    def _columns(self, cuts: Cuts, start: int, stop: int) -> tuple[int, int]:
+        first, end = row_layout.rows_of(cuts, start, stop)
         return first // self.page_size, end // self.page_size
 
     def _payloads(self, method: str, text: _Text, depth: int, table: np.ndarray) -> tuple[Any, ...] | None:
         """The rows of one block, with references of their own; None if it has none or has them already."""
         start, stop = (depth - 1) * self.page_size, depth * self.page_size
-        for cut in text.cuts:
+        for cut in text.path:
             if cut.start <= start and stop <= cut.stop:
                 if stop < cut.stop or (cut.start, cut.stop) in text.new:
                     return None
                 start = cut.start
-        return tuple(self.targets.payloads(method, table[..., slice(*self._columns(text, start, stop))]))
+        return tuple(self.targets.payloads(method, table[..., slice(*self._columns(text.path, start, stop))]))

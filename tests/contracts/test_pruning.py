@@ -250,13 +250,17 @@ def test_a_chain_goes_on_from_its_boundary_on_fewer_rows(where: str) -> None:
     for turn in range(3):
         if turn == 1:
             assert bench.scheduler.chains.tiers.demote(chain)
+            if where == "host":
+                bench.index.evict(1 << 30)
         new = words(7, turn)
         talk = [*talk, *new]
         expected = text.read(talk[len(text.tokens) :]).generate(5, bench.seed())
         before = bench.prefilled
         report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
         assert output == expected
-        assert bench.prefilled - before == 7 + 1, "only what is new, and the last sampled token"
+        # What is new, and the last sampled token; where blocks stand for a chain on the host, less than a page more.
+        tail = 0 if where == "host" or turn != 1 else PAGE - 1
+        assert 7 + 1 <= bench.prefilled - before <= 7 + 1 + tail
         assert report.status == "resumed"
         assert report.quality["pruned_tokens"] == 24
         assert report.quality["degraded"]
