@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 
 from benchmarks import common, quiet
-from benchmarks.conversation import Message, script
+from benchmarks.conversation import Message, script, system_prompt
 from benchmarks.load import client
 from benchmarks.prune_cases import Case, Found, compare, goals, make_case, oldest, sharing, transcript, without
 from benchmarks.quality import tasks
@@ -111,7 +111,8 @@ class Bench:
 
     async def sharing(self) -> dict[str, Any]:
         options = self.arguments
-        own = script(self.count, 1, options.result_tokens, options.seed, options.prefix_tokens - 300)
+        goal = options.prefix_tokens - self.count(system_prompt()) - 30  # what the template adds
+        own = script(self.count, 1, options.result_tokens, options.seed, goal)
         begun = [*own.opening(), {"role": "assistant", "content": "I have read it."}]
         names = tasks.NAMES
 
@@ -189,7 +190,8 @@ class Bench:
 
     async def turn(self, messages: list[Message], facts: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
         answer, usage = await self.ask(messages, **fields)
-        kept = usage["resident_tokens"] / (facts["history_tokens"] - facts["freed_tokens"])
+        history, missing = facts["history_tokens"], usage["cached_tokens"] - usage["resident_tokens"]
+        kept = (min(history, usage["cached_tokens"]) - missing) / (history - facts["freed_tokens"])
         return {**facts, **usage, "ttft_s": answer.ttft_s, "kept_share": kept}
 
     async def quality(self) -> dict[str, Any]:
