@@ -22,12 +22,15 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import queue
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import common, quiet
@@ -217,7 +220,15 @@ def held_rows(chains: Any, runner: Any, chain_id: str, positions: range) -> floa
     return statistics.fmean(found)
 
 
-def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str], None]) -> dict[str, Any]:
+Solved = tuple[int, dict[str, Found] | None]
+"""A seed and what every side found; None: dense attention does not rank the answer first."""
+Cases = Generator[Solved, None, None]
+
+
+def cases(
+    arguments: argparse.Namespace, seeds: Iterable[int], show: Callable[[str], None]
+) -> Generator[Solved, None, None]:
+    """Case by case in this process."""
     from sparsejax.build import build_engine
     from sparsejax.config import EngineConfig
 
@@ -236,35 +247,104 @@ def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str]
         precompile="none",
     )
     built = build_engine(config, None)
-    found: dict[str, list[Found]] = {side.name: [] for side in sides}
-    result: dict[str, Any] = {}
-    usage, tried = quiet.usage(), 0
     try:
         bench = Bench(built)
         vocabulary = tasks.Vocabulary.of(
             lambda text: built.tokenizer.encode(text, add_special_tokens=False), common.prose()
         )
-        while len(found[DENSE]) < arguments.cases and tried < arguments.most_tried:
-            seed = arguments.seed + tried
-            tried += 1
+        for seed in seeds:
             case = make_case(built.tokenizer, vocabulary, arguments.turns, arguments.turn_tokens, seed)
             dense = bench.case(sides[0], case, arguments.look_after)
             if dense.rank > 1 and not arguments.quick:
                 show(f"seed {seed}: dense ranks the answer {dense.rank}, so it does not count")
+                yield seed, None
                 continue
-            found[DENSE].append(dense)
-            for side in sides[1:]:
-                found[side.name].append(bench.case(side, case, arguments.look_after))
-            shown = [f"{name} {own[-1].logprob:.2f} ({own[-1].rank})" for name, own in found.items()]
-            show(f"case {len(found[DENSE])}, {len(case.contexts[-1])} tokens: {', '.join(shown)}")
-            result = summed(sides, found, tried, 0 if arguments.quick else arguments.cases)
-            run.keep(result, model=built.model_name)
+            found = {side.name: bench.case(side, case, arguments.look_after) for side in sides[1:]}
+            found = {DENSE: dense, **found}
+            shown = [f"{name} {own.logprob:.2f} ({own.rank})" for name, own in found.items()]
+            show(f"seed {seed}, {len(case.contexts[-1])} tokens: {', '.join(shown)}")
+            yield seed, found
     finally:
         built.engine.close()
+
+
+def cases_of_workers(arguments: argparse.Namespace, show: Callable[[str], None]) -> Cases:
+    """The same from several processes, each with its share of the seeds and of the processors, as they finish."""
+    done: queue.SimpleQueue[Solved | int] = queue.SimpleQueue()
+    command = [sys.executable, "-m", "benchmarks.chain_recall", *sys.argv[1:]]
+    workers = [
+        subprocess.Popen([*command, "--worker", str(i)], stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
+        for i in range(arguments.workers)
+    ]
+
+    def read(worker: subprocess.Popen[str]) -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            if line.startswith("{"):
+                record = json.loads(line)
+                own = record["found"]
+                done.put((record["seed"], own and {name: Found(**found) for name, found in own.items()}))
+            else:
+                show(line.rstrip())
+        done.put(worker.wait())
+
+    threads = [threading.Thread(target=read, args=(worker,), daemon=True) for worker in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        left = len(workers)
+        while left:
+            one = done.get()
+            if not isinstance(one, int):
+                yield one
+                continue
+            left -= 1
+            if one:
+                raise SystemExit(f"a worker ended with status {one}")
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One of several workers: a line for each seed."""
+    if hasattr(os, "sched_setaffinity"):
+        processors = sorted(os.sched_getaffinity(0))
+        share = max(1, len(processors) // arguments.workers)
+        first = arguments.worker * share % len(processors)
+        os.sched_setaffinity(0, processors[first : first + share])
+    stop = arguments.seed + arguments.most_tried
+    for seed, found in cases(arguments, range(arguments.seed + arguments.worker, stop, arguments.workers), print):
+        own = found and {name: dataclasses.asdict(one) for name, one in found.items()}
+        print(json.dumps({"seed": seed, "found": own}), flush=True)
+
+
+def measure(arguments: argparse.Namespace, run: common.Run, show: Callable[[str], None]) -> dict[str, Any]:
+    """Numbers of as many cases as are wanted, in the order of their seeds."""
+    sides = sides_of(arguments.methods, arguments.budget, arguments.recall_budget)
+    if arguments.workers > 1:
+        all_cases = cases_of_workers(arguments, show)
+    else:
+        all_cases = cases(arguments, range(arguments.seed, arguments.seed + arguments.most_tried), show)
+    solved: dict[int, dict[str, Found]] = {}
+    result: dict[str, Any] = {}
+    usage, tried = quiet.usage(), 0
+    for seed, one in all_cases:
+        tried += 1
+        if one is None:
+            continue
+        solved[seed] = one
+        found = {side.name: [solved[s][side.name] for s in sorted(solved)] for side in sides}
+        result = summed(sides, found, tried, 0 if arguments.quick else arguments.cases) | {"seeds": sorted(solved)}
+        run.keep(result)
+        if len(solved) == arguments.cases:
+            break
+    all_cases.close()
     if not result:
         raise SystemExit(f"dense attention solves none of {tried} cases")
-    result["others_cpu_share"] = quiet.others_share(usage, quiet.usage())
-    return result | {"model": built.model_name}
+    result["others_cpu_share"] = quiet.others_share(usage, quiet.usage()) if arguments.workers == 1 else None
+    return result
 
 
 def summed(sides: Sequence[Side], found: Mapping[str, Sequence[Found]], tried: int, wanted: int) -> dict[str, Any]:
@@ -329,6 +409,8 @@ def main(argv: list[str] | None = None) -> int:
         "--recall-budget", type=budget, nargs="+", default=[256, 512], help='rows lent to a turn at most, or "all"'
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the seeds and the processors")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="small random model: a smoke test")
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -340,14 +422,19 @@ def main(argv: list[str] | None = None) -> int:
             path = pathlib.Path(folder) / "tiny.json"
             path.write_text(json.dumps(QUICK_MODEL), "utf-8")
             arguments.model = str(path)
+        if arguments.worker is not None:
+            work(arguments)
+            return 0
         run = common.Run("chain_recall", arguments)
         result = measure(arguments, run, lambda text: print(text, flush=True))
+    from sparsejax.models.load.default_model import NAME
+
     print(table(result))
     for goal in result["goals"]:
         print(f"{goal['goal']}: {goal['found']:.3f} ({'met' if goal['met'] else 'missed'})")
     for why in result["invalid_because"]:
         print(f"INVALID: {why}")
-    run.finish(result, **common.device_facts(), model=result.pop("model"))
+    run.finish(result, **common.device_facts(), model=pathlib.PurePath(arguments.model or NAME).name)
     return int(not result["valid"])
 
 
