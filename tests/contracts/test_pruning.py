@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sparsejax.cache.chain_store import ChainStore
+from sparsejax.chain_disk import Disk
 from sparsejax.errors import (
     ChainMismatchError,
     PrefixNotFoundError,
@@ -19,6 +21,7 @@ from sparsejax.errors import (
 )
 from sparsejax.prune_jobs import POLICIES, PruneInfo, PrunePart, PruneRequest
 from sparsejax.request import ChainOptions, PrefixOptions
+from tests.contracts.chain_disk_bench import ManualWorker, PlainArrays
 from tests.contracts.masked import Masked
 from tests.contracts.test_radix_cache import PAGE, Shared, words
 
@@ -668,3 +671,46 @@ def test_exact_mode_of_rows_that_are_not_finite_changes_nothing() -> None:
     assert "finite" in info.error["message"]
     assert bench.resident(words(80)) == (80, 80)
     bench.check_all_free()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pruned_chain_outlives_its_engine(tmp_path, recompute: bool) -> None:
+    workers, stores = [], []
+
+    def open_disk(runner) -> Disk:
+        workers.append(ManualWorker())
+        stores.append(ChainStore(tmp_path, PlainArrays()))
+        return Disk(stores[-1], runner, 1 << 30, workers[-1])
+
+    def settle(bench: Pruned) -> None:
+        while workers[-1].jobs or workers[-1].finished:
+            workers[-1].run()
+            bench.scheduler.chains.poll()
+
+    bench = Pruned(open_disk=open_disk)
+    report, output = bench.turn(words(60), 10)
+    settle(bench)
+    talk, gone = [*words(60), *output], set(range(8, 24))
+    bench.prune(talk, (8, 24), chain_id=report.chain_id, recompute=recompute)
+    settle(bench)
+    text = masked(talk[:69], gone) if recompute else Masked(talk[:69]).drop(gone)
+    for turn in range(2):
+        talk += words(3, turn)
+        text.read(talk[len(text.tokens) :])
+        stores[-1].close()
+        bench = Pruned(open_disk=open_disk)
+        chain = bench.scheduler.chains.index.chains[report.chain_id]
+        assert chain.quality.pruned_tokens == 16
+        expected = text.generate(5, bench.seed())
+        report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
+        assert output == expected
+        assert report.restored_from == "disk"
+        talk += output
+        settle(bench)
+    bench.prune(talk, (4, 28), chain_id=report.chain_id)
+    text.drop(range(4, 28)).read([*talk[len(text.tokens) :], 7])
+    expected = text.generate(5, bench.seed())
+    assert bench.turn([*talk, 7], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
+    settle(bench)
+    stores[-1].close()
