@@ -399,6 +399,21 @@ def test_97_keys_do_not_see_each_other(servers: Servers) -> None:
     assert {(block["pin_count"], block["retention"]) for block in blocks} == {(0, 0)}
 
 
+def test_97_conversations_are_those_of_the_key(servers: Servers) -> None:
+    server = servers.start(config=ServerConfig(api_key=("key-a", "key-b")), settings=ON)
+    first = [{"role": "user", "content": "say:<think>hm</think>what only its owner finds"}]
+    shown = {"role": "assistant", "content": "what only its owner finds"}
+    later = [*first, shown, {"role": "user", "content": "say:go on"}]
+    for salt in ({}, {"cache_salt": "pepper"}):
+        answer = server.post(CHAT, {"messages": first, **salt}, headers=bearer("key-a")).json()
+        server.wait_quiet()
+        mine = call(server, "match", {"messages": later, **salt}, headers=bearer("key-a"))
+        assert mine["matched_tokens"] == answer["chain"]["processed_tokens"] // PAGE * PAGE
+        theirs = call(server, "match", {"messages": later, **salt}, headers=bearer("key-b"))
+        assert (theirs["matched_tokens"], theirs["miss"]["reason"]) == (0, "cold")
+        assert theirs["prompt_tokens"] < mine["prompt_tokens"], "the reasoning is not theirs to count"
+
+
 def test_salts_divide_further(server: LiveServer) -> None:
     tokens = ids(32)
     put(server, tokens, cache_salt="one")
