@@ -169,6 +169,16 @@ def test_ranges_may_be_pruned_again(server: LiveServer) -> None:
     assert (found["matched_tokens"], found["resident_kv_tokens"]) == (76, 76 - 56)
 
 
+def test_requests_say_what_they_ran_on(server: LiveServer) -> None:
+    tokens = ids(82, 60)
+    put(server, tokens)
+    prune(server, {"token_ids": tokens, "ranges": [[8, 32]], **DROP})
+    degraded = put(server, [*tokens[:56], 9, 9, 9])["usage"]["prompt_tokens_details"]
+    assert degraded == {"cached_tokens": 56, "resident_tokens": 56 - 24, "degraded_tokens": 56 - 8}
+    exact = put(server, [*tokens[:56], 8, 8, 8], require_unpruned=True)["usage"]["prompt_tokens_details"]
+    assert exact == {"cached_tokens": 8, "resident_tokens": 8, "degraded_tokens": 0}
+
+
 # Messages.
 
 
