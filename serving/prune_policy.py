@@ -27,6 +27,7 @@ from sparsejax.serving.talks import digest_of_ids
 from sparsejax.serving.tool_results import Result
 
 if TYPE_CHECKING:
+    from sparsejax.cache.chain import Chain
     from sparsejax.caches import Caches
 
 T = TypeVar("T")
@@ -148,6 +149,9 @@ class PolicyTurn:
 
     def _known(self, caches: Caches) -> tuple[np.ndarray, int]:
         """On the engine's thread: the conversation's ids, and tokens of a block."""
+        reason = caches.radix.hindrance(self.method)
+        if reason is not None and self.chain_id is None:
+            raise PruneError(reason)
         ids = np.asarray(self.ids, np.uint32)
         if self.appended:
             chain = caches.chains.index.chains.get(self.chain_id or "")
@@ -181,7 +185,10 @@ class PolicyTurn:
 
     def _submit(self, caches: Caches, cuts: Sequence[Cut], ids: np.ndarray) -> str | None:
         """On the engine's thread: one job for what has more rows than it should."""
-        cuts = [cut for cut in cuts if not self._under_way(caches, cut) and self._rows(caches, ids, cut) > cut.keep]
+        chain = caches.chains.index.chains.get(self.chain_id or "")
+        cuts = [
+            cut for cut in cuts if not self._under_way(caches, cut) and self._rows(caches, chain, ids, cut) > cut.keep
+        ]
         if not cuts:
             return None
         request = PruneRequest(
@@ -193,7 +200,7 @@ class PolicyTurn:
             policy=self.policy.policy,
             salt=self.prefix.salt,
             tenant=self.prefix.tenant,
-            chain_id=self.chain_id,
+            chain_id=None if chain is None else self.chain_id,
         )
         prune_id = caches.prunes.submit(request).prune_id
         results = self.state.tool_results
@@ -212,14 +219,18 @@ class PolicyTurn:
         except RequestError:  # forgotten
             return False
 
-    def _rows(self, caches: Caches, ids: np.ndarray, cut: Cut) -> int:
-        """Rows that a range has on the shared path; 0 where there is none, or where it can't be cut by itself."""
+    def _rows(self, caches: Caches, chain: Chain | None, ids: np.ndarray, cut: Cut) -> int:
+        """Rows that a range has, in the chain or on the path that others find; 0 where it can't be cut by itself."""
+        found = 0
+        if chain is not None and cut.stop <= chain.processed:
+            found = cut.stop - cut.start
+            found -= sum(old.missing for old in chain.cuts if cut.start <= old.start and old.stop <= cut.stop)
         scope = caches.chains.scope(self.method, self.prefix.salt, self.prefix.tenant)
         try:
             (rows,) = caches.radix.index.plan_cut(scope, ids, [(cut.start, cut.stop)])
         except (PruneError, PrefixNotFoundError):
-            return 0
-        return len(rows.positions)
+            return found
+        return max(found, len(rows.positions))
 
 
 def old_results(messages: Sequence[Mapping[str, Any]], keep_last: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from sparsejax.caches import Caches
 from sparsejax.mock import MockRunner
 from sparsejax.prune_records import PruneInfo
+from sparsejax.serving import message_spans, prune_policy
 from sparsejax.serving.client import Answer, Client
 from sparsejax.serving.prune_policy import PolicyTurn, old_results
 from sparsejax.serving.tool_results import Result, ToolResults
@@ -131,6 +132,23 @@ def test_a_share_stays(live: LiveServer) -> None:
     assert len(jobs(live)) == 1, "it has this ratio already"
 
 
+def test_each_result_is_looked_for_once(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[list[int]] = []
+
+    def counted(tokenizer: Any, conversation: Any, ids: Any, wanted: Any) -> Any:
+        looked.append(list(wanted))
+        return message_spans.spans(tokenizer, conversation, ids, wanted)
+
+    monkeypatch.setattr(prune_policy, "spans", counted)
+    agent = Agent(live, prune_policy=DROP, chain=False)
+    for _ in range(4):
+        agent.turn()
+    assert looked == [[1], [4], [7]]
+    agent.messages[1] = {**agent.messages[1], "content": "Z" + agent.messages[1]["content"][1:]}
+    agent.turn()
+    assert looked[3:] == [[1, 4, 7, 10]], "another text has other tokens, as far as is known"
+
+
 def test_several_at_once_are_one_job(live: LiveServer) -> None:
     agent = Agent(live, chain=False)
     for _ in range(3):
@@ -164,6 +182,39 @@ def test_failures_are_logged_once(live: LiveServer, caplog: pytest.LogCaptureFix
     assert [record.getMessage() for record in caplog.records] == [
         "prune_policy: a conversation stays as it is: ValueError: no luck"
     ]
+
+
+def test_chains_alone_are_pruned(servers: Servers) -> None:
+    """Without a prefix cache there is no path that others find."""
+    settings = EngineSettings(max_waiting=64, prefix_cache=False)
+    live = servers.start(MockRunner(script=say_script), settings=settings, prefix_cache=False)
+    agent = Agent(live, prune_policy=DROP)
+    chain_id = agent.turn().chain_id
+    for _ in range(3):
+        answer = agent.turn(chain_id=chain_id)
+    assert [info.status for info in jobs(live)] == ["completed"] * 3
+    assert answer.cached_tokens > answer.resident_tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"chain": False}])
+def test_methods_whose_rows_can_not_be_pruned(servers: Servers, fields: Any, caplog: pytest.LogCaptureFixture) -> None:
+    live = servers.start(MockRunner(script=say_script))
+    agent = Agent(live, prune_policy=DROP, sparse_method="window", **fields)
+    with caplog.at_level(logging.WARNING, "sparsejax.serving"):
+        for _ in range(3):
+            agent.turn()
+    assert jobs(live) == []
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert "a conversation stays as it is: PruneError: " in logged
+    assert "rows of window" in logged
+
+
+def test_nothing_is_kept_at_all(servers: Servers) -> None:
+    settings = EngineSettings(prefix_cache=False, chain_cache=False)
+    live = servers.start(MockRunner(), settings=settings, prefix_cache=False, chain_cache=False)
+    response = live.post(CHAT, {"messages": [{"role": "user", "content": "say:a"}], "prune_policy": {}})
+    assert response.status_code == 400
+    assert "keeps nothing" in response.json()["error"]["message"]
 
 
 def test_streams_and_several_choices(live: LiveServer) -> None:
