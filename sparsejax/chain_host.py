@@ -43,6 +43,7 @@ class HostTier:
         self.unlease: Callable[[Lease], None] = lambda lease: None  # the radix cache's
         self.give_blocks: Callable[[], bool] = lambda: False
         self.spare_pages: Callable[[], int] = lambda: 0
+        self.block_value: Callable[[], float | None] = lambda: None
         self._late: dict[str, StoredRows | None] = {}  # idle chains to be copied, and what those copies are based on
 
     def lower(self, chain: Chain) -> bool:

@@ -54,8 +54,6 @@ def claimed(seq: Sequence, metrics: EngineMetrics) -> None:
     assert chain is not None
     assert options is not None
     metrics.chain_turns.inc(status=seq.chain_status)
-    if seq.chain_miss is not None:
-        metrics.prefix_cache_misses.inc(reason=seq.chain_miss)
     log.log(
         logging.DEBUG if options.implicit else logging.INFO,
         "chain=%s status=%s request=%s method=%s parent=%s turn=%d reused=%d prefill=%d retained=%d from=%s "

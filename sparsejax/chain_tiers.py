@@ -84,12 +84,15 @@ class Tiers(DiskTier):
     ) -> bool:
         """One step towards free pages: blocks nobody has, checkpoints, idle chains, shared prefixes, waiting turns.
 
-        Returns False if there is nothing left to take. Of `keep` at most checkpoints are taken, and these last. Those
-        that wait go to the host; what has no room there is given up only by `forget`.
+        Of a block and an idle chain the less valuable one goes first. Returns False if there is nothing left to take.
+        Of `keep` at most checkpoints are taken, and these last. Those that wait go to the host; what has no room there
+        is given up only by `forget`.
         """
-        if self.give_blocks():
-            return True
         victims = [chain for chain in self.index.victims() if chain is not keep]
+        block = self.block_value()
+        spare = not victims or (block is not None and block <= self.index.value(victims[0], self._clock()))
+        if block is not None and spare and self.give_blocks():
+            return True
         others = (*victims, *self._others(keep, set(victims)))
         for chain in others:
             if any(c.kind != "prefix" for c in chain.checkpoints):

@@ -76,6 +76,7 @@ class Chains:
         self._fingerprints: dict[str, bytes] = {}
         self._turns: dict[str, Sequence] = {}  # choices that have a chain, by request
         self.recall = Recall(runner, memory, settings, clock, lambda seq: self.reclaim(seq.chain))
+        self.spares: Callable[[Sequence], bool] = lambda seq: False  # the prefix cache's
         self._silent: set[str] = set()  # requests that hear of their chain when its rows were read
         self.tiers.adopt(self._method_of)
 
@@ -147,7 +148,8 @@ class Chains:
         """Gives a queued request its chain. Raises RequestError with nothing changed."""
         options, seq = group.request.chain, group.choices[0]
         assert options is not None
-        turn = self.turn(options, group.prompt, group.method)
+        prefix = group.request.prefix
+        turn = self.turn(options, group.prompt, group.method, prefix is not None and prefix.exact)
         plan = self.index.plan(turn)
         limit = self._most_tokens(group, plan)
         copy = None
@@ -170,7 +172,8 @@ class Chains:
         self._set_base(seq, plan.reused)
         self._turns[group.request_id] = seq
         if isinstance(chain.payload, StoredRows):
-            chain.payload.bounced = False
+            # Rows that blocks stand for better stay where they are.
+            chain.payload.bounced = self.spares(seq)
         if self.loading(seq):
             self._silent.add(group.request_id)
         chain_reports.claimed(seq, self._metrics)
@@ -236,8 +239,8 @@ class Chains:
         seq.retained_tokens = 0
         return None
 
-    def turn(self, options: ChainOptions, prompt: np.ndarray, method: str) -> Turn:
-        """What a request asks of the index."""
+    def turn(self, options: ChainOptions, prompt: np.ndarray, method: str, exact: bool = False) -> Turn:
+        """What a request asks of the index; `exact` excludes states that pruning has had a part in."""
         prints = self.fingerprint(method)
         return Turn(
             as_ids(prompt.astype(np.uint32)),
@@ -255,6 +258,7 @@ class Chains:
             options.expected_digest,
             options.append_joint,
             options.implicit,
+            exact,
         )
 
     def _most_tokens(self, group: Group, plan: Plan) -> int:
@@ -306,7 +310,7 @@ class Chains:
 
     def lend(self, seq: Sequence) -> None:
         """Shows `Memory` what the chain holds, so that it can weigh what the turn needs."""
-        payload = seq.chain.payload if seq.chain is not None else None
+        payload = seq.chain.payload if seq.chain is not None and not seq.attached else None
         if isinstance(payload, DeviceRows):
             seq.pages = payload.pages
             seq.pages.refresh_shared()
@@ -314,7 +318,7 @@ class Chains:
             seq.swapped_lengths = payload.lengths
 
     def unlend(self, seq: Sequence) -> None:
-        if seq.chain is not None and seq.chain.payload is not None:
+        if seq.chain is not None and seq.chain.payload is not None and not seq.attached:
             seq.pages = seq.swapped_lengths = None
 
     def begin(self, seq: Sequence) -> None:
@@ -325,12 +329,14 @@ class Chains:
         seq.old_ledger = seq.chain.ledger
         began_s = self._clock()
         # If the runner refuses, nothing has begun, and the chain stays where it is.
-        parked = self.tiers.restore(rows, pages) if isinstance(rows, StoredRows) else None
+        parked = self.tiers.restore(rows, pages) if isinstance(rows, StoredRows) and not seq.attached else None
         payload = self.index.start(seq.chain, seq.group.request_id, as_ids(seq.group.prompt.astype(np.uint32)))
         seq.begun = True
         self.recall.begin(seq, seq.chain.evicted)
         chain_reports.begun(seq, self._metrics)
-        if payload is None:
+        if seq.attached and payload is not None:
+            self._set_aside(seq, payload)
+        if seq.attached or payload is None:
             return
         if isinstance(payload, DeviceRows):
             self._memory.take_up(pages)
@@ -345,6 +351,25 @@ class Chains:
         plan = UnparkRow(seq.row, pages.padded(-1), pages.lengths.copy(), seen, parked)
         call_runner(self._runner.unpark, method, plan)
         self._metrics.chain_restore_seconds.observe(self._clock() - began_s, tier=seq.restored_from or "device")
+
+    def _set_aside(self, seq: Sequence, payload: Rows) -> None:
+        """The turn goes on from blocks, of which more are known: the state of its chain is what it can go back to."""
+        chain = seq.chain
+        assert chain is not None
+        seq.base = 0
+        if isinstance(payload, StoredRows):
+            self.tiers.begin(chain, payload)
+            return
+        copy, payload.copy = payload.copy, None
+        self.tiers.begin(chain, copy)
+        if payload.lease is not None:
+            self.tiers.unlease(payload.lease)
+            payload.lease = None
+        if self._settings.chain_checkpoints and not any(c.processed == chain.processed for c in chain.checkpoints):
+            state = payload, Tier.DEVICE, chain.quality, chain.evicted, chain.cuts
+            self.index.add_checkpoint(chain, Checkpoint("turn_end", chain.processed, *state))
+        else:
+            self.tiers.release(payload)
 
     # A turn ends.
 

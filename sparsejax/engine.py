@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeVar
 
-from sparsejax import chain_reports
+from sparsejax import chain_reports, prefix_reports
 from sparsejax.caches import Caches
 from sparsejax.chain_disk import CLOSE_S, Disk
 from sparsejax.chains import Chains
@@ -326,6 +326,7 @@ class Engine:
                 self._gauges_s = now
                 taken = pool.num_head_pages - pool.free_head_pages
                 chain_reports.gauges(scheduler.chains.tiers, self.limits, metrics, taken)
+                prefix_reports.gauges(scheduler.radix, metrics)
                 chain_reports.recall_gauges(scheduler.recall.store, metrics)
         self._snapshot = snapshot = EngineSnapshot(
             running=len(scheduler.running),

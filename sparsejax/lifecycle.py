@@ -42,6 +42,9 @@ from sparsejax.settings import EngineSettings
 
 log = logging.getLogger("sparsejax.engine")
 
+TELL_S = 5.0
+"""After so long a wait clients hear what is known of their chain, although more may be known when they get a row."""
+
 
 class Lifecycle:
     """The choices of one engine and their transitions. `Scheduler` decides which transition comes when.
@@ -80,10 +83,12 @@ class Lifecycle:
         self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock, disk)
         self.recall = self.chains.recall
         self.recall.watch = lambda seq, ticket: self.launches.add(self.step_number, ticket, [(seq, None)], None)
-        self.radix = RadixCache(runner, self.memory, self.settings, clock, self.chains.scope)
-        self.chains.tiers.unlease = self.radix.index.release
+        self.radix = RadixCache(runner, self.memory, self.settings, self.metrics, clock, self.chains.scope)
+        self.chains.tiers.unlease = lambda lease: self.radix.index.release(lease, used=False)
         self.chains.tiers.give_blocks = self.radix.reclaim
         self.chains.tiers.spare_pages = lambda: self.radix.spare_pages
+        self.chains.tiers.block_value = self.radix.victim_value
+        self.chains.spares = self.radix.spares
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         targets = Targets(runner, self.memory, self.chains, self.radix)
         worker = Worker(targets, instruction, self._slice_tokens)
@@ -120,7 +125,7 @@ class Lifecycle:
             except RequestError as error:
                 self._finish(seq, "error", error=error)
                 return
-            if not self.chains.loading(seq):
+            if not self.chains.loading(seq) and not self.radix.takes_part(seq):
                 self._tell_chain(seq)
         self.waiting.extend(group.choices)
 
@@ -130,6 +135,11 @@ class Lifecycle:
             if error is not None:
                 self._finish(seq, "error", error=error)
             elif seq.state is not State.FINISHED:
+                self._tell_chain(seq)
+        now = self.clock()
+        for seq in self.waiting:
+            untold = seq.chain is not None and not seq.chain_told[0] and not self.chains.loading(seq)
+            if untold and now - seq.group.request.arrival_s > TELL_S:
                 self._tell_chain(seq)
         self.chains.tiers.keep_late()
         self.chains.tiers.advance(self.waiting)
@@ -226,9 +236,11 @@ class Lifecycle:
             call_runner(self.runner.import_row, group.method, seq.row, seq.pages.padded(-1), swapped)
         if claimed:
             self.chains.begin(seq)
-            if seq.chain_told != (seq.chain_status, seq.reused):  # it was given up, or more is known, since it was told
-                self._tell_chain(seq)
         self.radix.begin(seq)
+        if claimed and seq.chain_miss is not None:
+            self.metrics.prefix_cache_misses.inc(reason=seq.chain_miss)
+        if claimed and seq.chain_told != (seq.chain_status, seq.reused):
+            self._tell_chain(seq)
         self.recall.seat(seq)
         return True
 

@@ -124,8 +124,16 @@ class EngineMetrics:
         self.prefix_cache_queries = Counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_cache_hits = Counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.prefix_cache_misses = Counter(
-            "prefix_cache_misses", "Turns that reuse less than they could have, by why", "reason"
+            "prefix_cache_misses", "Requests that reuse less than they could have, by why", "reason"
         )
+        self.prefix_cache_blocks = Gauge("prefix_cache_blocks", "Pages of tokens that the prefix cache knows")
+        self.prefix_cache_pages = Gauge(
+            "prefix_cache_pages",
+            "Pages that it holds: free to go, held by rows, conversations or pins, and of these pinned",
+            "state",
+        )
+        self.prefix_cache_events = Counter("prefix_cache_events", "Pages of tokens that came or went", "event")
+        self.prefix_cache_pruned_tokens = Counter("prefix_cache_pruned_tokens", "Tokens whose rows were pruned")
         self.chain_turns = Counter("chain_turns", "Turns with a chain, by what became of it", "status")
         self.chain_tokens_saved = Counter("chain_tokens_saved", "Prompt tokens that chains spared")
         self.chain_tokens_recomputed = Counter(

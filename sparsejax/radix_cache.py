@@ -8,21 +8,24 @@ made of the same tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from sparsejax import prefix_reports
 from sparsejax.cache import row_layout
-from sparsejax.cache.chain import as_ids, common_prefix
+from sparsejax.cache.chain import Tier, as_ids
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.cache.radix import RadixIndex
-from sparsejax.cache.radix_records import Lease
+from sparsejax.cache.radix_records import Lease, Match
 from sparsejax.cache.radix_tree import Scope
 from sparsejax.cache.row_layout import Cuts
 from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
+from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
 from sparsejax.request import PrefixOptions
 from sparsejax.rows import RowPages, Sequence
@@ -30,6 +33,9 @@ from sparsejax.settings import EngineSettings
 
 MAX_PINNED_SHARES = 0.5, 0.25
 """Of the pool, pinned pages of all keys together may be so many, and those of one key."""
+
+_PASSING_SHARE = 0.25
+"""Chance that a block comes back which nobody has found so far, compared with that of a conversation's next turn."""
 
 _Pages = tuple[Granularity, np.ndarray]
 """A payload of the index: the pages of all layers and heads in one column of a row's table, int32 [layers * heads]."""
@@ -42,6 +48,7 @@ class RadixCache:
       runner: gives rows their pages.
       memory: rows and pages.
       settings: whether there is one.
+      metrics: counters to feed.
       clock: seconds, monotonic.
       scope_of: what divides the rows of a method, salt and tenant from others.
     """
@@ -51,11 +58,14 @@ class RadixCache:
         runner: Runner,
         memory: Memory,
         settings: EngineSettings,
+        metrics: EngineMetrics,
         clock: Callable[[], float],
         scope_of: Callable[[str, str, str], Scope],
     ) -> None:
         self._runner = runner
         self._memory = memory
+        self._clock = clock
+        self._metrics = metrics
         self.enabled = settings.prefix_cache
         self.borrowed: list[RowPages] = []  # pages that prune jobs have
         self._scope_of = scope_of
@@ -99,29 +109,48 @@ class RadixCache:
         options = self._options(seq)
         if options is None or not _fresh(seq):
             return False
-        scope, size, mine, known = self._scope(seq, options), self.index.block_tokens, _beginning(seq), -1
+        scope, size, mine, end = self._scope(seq, options), self.index.block_tokens, _beginning(seq), -1
         for other in running:
             lease = other.lease
             if lease is None or lease.closed or lease.scope != scope or not (other.unconfirmed or not other.prefilled):
                 continue
-            theirs = other.tokens(0, min(other.prefill_len, len(mine) - 1) // size * size)
-            if not len(theirs) or (theirs[:size] != mine[:size]).any():
+            if end < 0:
+                end = (len(self._known(seq, scope, options).blocks) + 1) * size
+                if end >= len(mine):
+                    return False
+            if other.prefill_len < end:
                 continue
-            if known < 0:
-                known = len(self.index.match(scope, as_ids(mine), exact=options.exact).blocks)
-            if common_prefix(theirs, mine) // size > known:
+            theirs = other.tokens(0, end).view(np.uint32)
+            # Texts that part ways mostly do so before the block in question.
+            if np.array_equal(theirs[end - size :], mine[end - size : end]) and np.array_equal(theirs, mine[:end]):
                 return True
         return False
+
+    def takes_part(self, seq: Sequence) -> bool:
+        """What the choice reuses may be more once it gets its row than is known before."""
+        return self._options(seq) is not None
+
+    def _known(self, seq: Sequence, scope: Scope, options: PrefixOptions) -> Match:
+        """What is known of a waiting choice's prompt: looked up again only if something has changed there."""
+        ids, memo = _beginning(seq), seq.prefix_known
+        if memo is None or memo.scope != scope or self.index.outdated(memo, ids):
+            memo = self.index.match(scope, ids, exact=options.exact)
+        elif memo.version != self.index.changes:
+            memo = dataclasses.replace(memo, version=self.index.changes)
+        seq.prefix_known = memo
+        return memo
 
     # A row begins.
 
     def attach(self, seq: Sequence) -> None:
         """Lets a choice without rows begin with what is known of its prompt. It needs a place for the rest only."""
         options = self._options(seq)
-        if options is None or not _fresh(seq):
+        if options is None or not (_fresh(seq) or _restorable(seq)):
             return
         group = seq.group
-        match = self.index.match(self._scope(seq, options), as_ids(_beginning(seq)), exact=options.exact)
+        match = self._known(seq, self._scope(seq, options), options)
+        if not _fresh(seq) and not self._beats(match, seq):
+            return
         seq.lease, seq.prefix_match = self.index.lease(match), match
         if not match.blocks:
             return
@@ -133,6 +162,25 @@ class RadixCache:
         seq.computed = seq.observed_from = seq.attached = len(match.blocks) * self.index.block_tokens
         seq.cuts, seq.tainted = match.lost, seq.lease.tainted
 
+    def _beats(self, match: Match, seq: Sequence) -> bool:
+        """A turn had better begin with blocks than with the state of its chain: more of its prompt is known there.
+
+        Or as much but for a part of a page, and the chain's rows would have to be copied to the device.
+        """
+        chain, known = seq.chain, len(match.blocks) * self.index.block_tokens
+        assert chain is not None
+        if match.lost and not chain.cuts:
+            return False
+        near = chain.tier is not Tier.DEVICE and known + self.index.block_tokens > seq.base
+        return known > seq.base or (near and known > 0)
+
+    def spares(self, seq: Sequence) -> bool:
+        """As it looks now, a queued turn will do without the rows of its chain."""
+        options = self._options(seq)
+        if options is None or not _restorable(seq):
+            return False
+        return self._beats(self._known(seq, self._scope(seq, options), options), seq)
+
     def detach(self, seq: Sequence) -> None:
         """There was no place for the rest: all is as before `attach`."""
         if seq.lease is None or seq.row:
@@ -140,16 +188,17 @@ class RadixCache:
         if seq.attached and seq.pages is not None:
             seq.pages.release()
             seq.pages = None
-            seq.computed = seq.observed_from = 0
+            seq.computed = seq.observed_from = seq.base
             seq.cuts, seq.tainted = (), False
         self.leave(seq)
         seq.attached = 0
 
     def begin(self, seq: Sequence) -> None:
         """A choice got its row: what it has attached is its own now."""
-        match, seq.prefix_match = seq.prefix_match, None
+        match, seq.prefix_match, seq.prefix_known = seq.prefix_match, None, None
         if match is not None:
             self.index.note(match)
+            prefix_reports.begun(seq, match, self._metrics)
         elif seq.lease is not None:  # of its chain, whose last turn may have been taken back in part
             self.index.trim(seq.lease, min(len(seq.lease.blocks), seq.base // self.index.block_tokens))
         elif (options := self._options(seq)) and (not seq.base or seq.group.facts.pure_tokens):
@@ -216,6 +265,8 @@ class RadixCache:
         shown = len(seq.output) - 1 if visible is None else min(visible, len(seq.output) - 1)
         if seq.group.facts.pure_tokens and seq.output:
             self._publish(seq, min(seq.computed, len(seq.group.prompt) + shown))
+        if seq.chain is not None and seq.lease is not None:
+            self.index.touch(seq.lease)
 
     def _publish(self, seq: Sequence, end: int) -> None:
         pages, lease = seq.pages, seq.lease
@@ -244,6 +295,17 @@ class RadixCache:
         """At most so many head-pages come free if all blocks go that nobody has."""
         return self.index.free_pages * self._memory.geometry.head_pages_per_sequence_page
 
+    def victim_value(self) -> float | None:
+        """What the next block to go is worth, for each of its head-pages, on the scale of `ChainIndex.value`.
+
+        None if there is no such block.
+        """
+        victim = self.index.next_victim()
+        if victim is None:
+            return None
+        value = _PASSING_SHARE * self.index.value(victim, self._clock()) * self.index.block_tokens
+        return value / self._memory.geometry.head_pages_per_sequence_page
+
     def reclaim(self) -> bool:
         """Gives up blocks until a page is free. Returns False if nothing is left."""
         pool = self._memory.pool
@@ -266,7 +328,13 @@ def _fresh(seq: Sequence) -> bool:
     return not (chained or seq.computed or seq.pages is not None or seq.swapped is not None)
 
 
+def _restorable(seq: Sequence) -> bool:
+    """It waits with the state of a conversation that it goes on from."""
+    chain = seq.chain
+    return chain is not None and not seq.begun and chain.payload is not None and seq.pages is None
+
+
 def _beginning(seq: Sequence) -> np.ndarray:
     """Tokens of which all but one may be others', uint32."""
     group = seq.group
-    return seq.tokens(0, group.fork_at or seq.prefill_len - group.min_final_chunk + 1).astype(np.uint32)
+    return seq.tokens(0, group.fork_at or seq.prefill_len - group.min_final_chunk + 1).view(np.uint32)

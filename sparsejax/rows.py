@@ -345,7 +345,7 @@ class Sequence:
       attached: tokens of the prompt whose rows it found in the radix cache when it last got a row.
       lease, prefix_match, unconfirmed: more of that (see `radix_cache`): blocks that stay for it, what was found until
         it has its row, and the tokens up to the end of each prompt chunk under way, by iteration.
-      prefix_known, prefix_miss: what was found when it was last looked for, while it waits, and why not more in the end.
+      prefix_known, prefix_miss: what was last found while it waited, and why not more in the end.
       cuts: ranges of its tokens whose rows were pruned.
       tainted: it has rows that were computed while others were missing, or will have.
       parked: its state, once all steps of a chain's turn are submitted and it has left its row.

@@ -190,6 +190,11 @@ class Quality:
     pruned_tokens: int = 0
     degraded: bool = False
 
+    @property
+    def pruned(self) -> bool:
+        """Pruning has had a part in it."""
+        return self.pruned_tokens > 0 or self.degraded
+
 
 @dataclasses.dataclass
 class Checkpoint:

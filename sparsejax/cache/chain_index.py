@@ -40,6 +40,8 @@ from sparsejax.errors import (
 
 Status = Literal["created", "resumed", "recreated", "forked", "adopted", "rewound"]
 
+PRUNED = Miss("pruned", "the chain's rows were pruned, or computed on what was left, and exact ones were asked for")
+
 _GAP_SMOOTHING = 0.3
 _DEFAULT_GAP_S = 60.0  # between two turns, before a chain had two
 
@@ -58,6 +60,7 @@ class Turn:
       expected_tokens, expected_digest: what the client believes the ledger to be.
       append_joint: the first id to append ends the last answer: left out if the ledger ends with it.
       implicit: see `Chain`.
+      exact: states that pruning has had a part in can't be used.
     """
 
     ids: np.ndarray
@@ -75,6 +78,7 @@ class Turn:
     expected_digest: bytes | None = None
     append_joint: bool = False
     implicit: bool = False
+    exact: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +200,15 @@ class ChainIndex:
             joint = turn.append_joint and len(ledger) and ledger[-1] == ids[0]
             ids = np.concatenate([ledger, ids[1:] if joint else ids])
         common = common_prefix(ledger, ids)
-        if not chain.busy and common >= chain.processed < len(ids):
+        whole = not turn.exact or not chain.quality.pruned
+        if not chain.busy and whole and common >= chain.processed < len(ids):
             return Plan("resumed", turn, ids, chain.processed, chain, version=chain.version)
-        miss = self._why(chain, ids, common)
+        miss = self._why(chain, ids, common) if whole else PRUNED
         refusal = ChainMismatchError(f"chain {name}: {miss.text}", chain_id=name, reason=miss.reason, token=miss.token)
         if turn.append:
             raise refusal
         fits = [c.processed <= common and c.processed < len(ids) for c in chain.checkpoints]
+        fits = [ok and not (turn.exact and c.quality.pruned) for ok, c in zip(fits, chain.checkpoints, strict=True)]
         best = max(
             (i for i, ok in enumerate(fits) if ok), key=lambda i: (chain.checkpoints[i].processed, i), default=None
         )
@@ -229,10 +235,12 @@ class ChainIndex:
         """`miss` says why the named chain can't be used, if one was named."""
         ids, searched = turn.ids, turn.lookup and not turn.append
         hashes = stride_hashes(turn.seed, ids) if searched else []
-        found = self._lookup(hashes, ids) if searched else None
+        found = self._lookup(hashes, ids, turn.exact) if searched else None
         if found is None:
             status: Status = "recreated" if miss else "created"
-            if miss is None:
+            if miss is None and turn.exact and searched and self._lookup(hashes, ids) is not None:
+                miss = PRUNED
+            elif miss is None:
                 chains = reversed(self.chains.values())
                 miss = chain_miss.of_nothing(chains, self._dead, turn, hashes) if searched else chain_miss.COLD
             how = {"reason": miss.text, "miss": miss.reason, "diverged_at": miss.token, "hashes": tuple(hashes)}
@@ -256,7 +264,7 @@ class ChainIndex:
         """
         return self._lookup(stride_hashes(seed, ids), ids)
 
-    def _lookup(self, hashes: list[bytes], ids: np.ndarray) -> tuple[Chain, int | None] | None:
+    def _lookup(self, hashes: list[bytes], ids: np.ndarray, exact: bool = False) -> tuple[Chain, int | None] | None:
         for stride in range(len(hashes) - 1, -1, -1):
             found = [
                 (boundary, not chain.busy, -tier, chain.used_tick, chain, checkpoint)
@@ -264,6 +272,7 @@ class ChainIndex:
                 for boundary, tier, checkpoint in _boundaries(chain)
                 if boundary // STRIDE == stride
                 and boundary < len(ids)
+                and not (exact and _state(chain, checkpoint).quality.pruned)
                 and np.array_equal(chain.ledger[stride * STRIDE : boundary], ids[stride * STRIDE : boundary])
             ]
             if found:
@@ -632,3 +641,7 @@ def _boundaries(chain: Chain) -> list[tuple[int, Tier, int | None]]:
         states.append((chain.processed, chain.tier, None))
     states.extend((c.processed, c.tier, i) for i, c in enumerate(chain.checkpoints))
     return states
+
+
+def _state(chain: Chain, checkpoint: int | None) -> Chain | Checkpoint:
+    return chain if checkpoint is None else chain.checkpoints[checkpoint]

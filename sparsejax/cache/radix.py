@@ -154,16 +154,25 @@ class RadixIndex(RadixHealer):
         self.leases[other] = None
         return other
 
-    def release(self, lease: Lease) -> None:
-        """Nobody needs a lease any more: its blocks may go. Raises IntegrityError the second time."""
+    def release(self, lease: Lease, used: bool = True) -> None:
+        """Nobody needs a lease any more: its blocks may go. They were `used` until now, or idle since the last `touch`.
+
+        Raises IntegrityError the second time.
+        """
         self._check(lease)
         del self.leases[lease]
         now = self._clock()
         for block in reversed(lease.blocks):
-            block.used_s = now
+            block.used_s = now if used else block.used_s
             self._hold(block, refs=-1)
         if lease.blocks:
             self._settle(lease.blocks[-1])
+
+    def touch(self, lease: Lease) -> None:
+        """Its blocks are used now, and may be idle from now on although they are kept."""
+        now = self._clock()
+        for block in lease.blocks:
+            block.used_s = now
 
     def trim(self, lease: Lease, blocks: int) -> None:
         """A row gives up what it has behind so many blocks. They must not lie in a range that was pruned when it began.

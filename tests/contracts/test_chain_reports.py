@@ -6,6 +6,7 @@ import pytest
 
 from sparsejax.cache.chain import Tier
 from sparsejax.errors import ChainCapacityError, QueueTimeoutError
+from sparsejax.lifecycle import TELL_S
 from sparsejax.settings import EngineSettings
 from tests.contracts.test_chains import Talk, words
 
@@ -19,6 +20,10 @@ def test_the_first_event_comes_before_the_turn_has_a_row() -> None:
     busy = talk.send(words(20), 50)
     talk.bench.step(3)
     waiting = talk.send(words(20, 1), 4)
+    talk.bench.step()
+    assert not talk.bench.events[waiting], "more may be known when it gets a row"
+    talk.bench.clock.sleep(TELL_S)
+    talk.bench.step()
     (first,) = talk.bench.events[waiting]
     assert (first.token_ids, first.finish_reason) == ((), None)
     assert first.chain is not None
@@ -31,7 +36,8 @@ def test_the_first_event_comes_before_the_turn_has_a_row() -> None:
 
 
 def test_a_turn_that_gave_its_rows_up_says_so_before_its_first_token() -> None:
-    settings = EngineSettings(chain_host_bytes=0, chain_checkpoints=0, decode_window_tokens=8)
+    # With the prefix cache it is said once, when the turn gets its row.
+    settings = EngineSettings(chain_host_bytes=0, chain_checkpoints=0, decode_window_tokens=8, prefix_cache=False)
     talk = Talk(settings, num_sequence_pages=51, num_rows=8)
     chains = [talk.turn(words(40, n), 9)[1] for n in range(4)]
     ids = [talk.send([*c.ledger.tolist(), *words(60, 9)], 30, chain_id=c.chain_id) for c in chains]

@@ -312,7 +312,7 @@ def test_22_a_shared_system_prompt_outlives_the_chains_that_leave_the_device() -
 
 
 def test_61_forks_of_a_prompt_that_is_cut_off_keep_what_they_share() -> None:
-    talk = Talk(prefill_buckets=((1, 16),))
+    talk = Talk(EngineSettings(prefix_cache=False), prefill_buckets=((1, 16),))
     _, chain = talk.turn(words(30), 5)
     context = [*chain.ledger.tolist(), *words(100, 2)]
     first = talk.send(context, 9, chain_id=chain.chain_id, shared_tokens=60)

@@ -310,12 +310,141 @@ def test_60_a_turn_that_is_taken_back_in_part_writes_to_pages_of_its_own(visible
     bench.check_all_free()
 
 
+# More is known than the chain has.
+
+
+def turn(bench: Shared, prompt, max_tokens=9, prefix=None, **options):
+    """A whole turn, checked: its last report, and the tokens that were computed for its prompt."""
+    before = bench.prefilled
+    request_id = bench.submit(list(prompt), max_tokens, prefix=prefix, chain=ChainOptions(**options))
+    bench.run()
+    bench.check_done(request_id)
+    report = bench.last(request_id).chain
+    assert bench.prefilled - before == report.prefilled_tokens
+    return report, [*prompt, *bench.tokens(request_id)]
+
+
+@pytest.mark.parametrize("branch", ["fork", "rewind"])
+def test_66_an_edited_message_is_computed_from_where_it_was_edited(branch: str) -> None:
+    bench = Shared()
+    first, talk = turn(bench, words(40))
+    _, longer = turn(bench, [*talk, *words(30, 1)], chain_id=first.chain_id)
+    edited = [*longer[:70], 251, *words(9, 3)]
+    report, _ = turn(bench, edited, chain_id=first.chain_id, branch=branch)
+    assert report.status == {"fork": "forked", "rewind": "rewound"}[branch]
+    assert (report.reused_tokens, report.miss, report.diverged_at) == (68, "diverged", 70), "the checkpoint has 48"
+    assert (report.restored_from, report.retained_tokens) == ("device", 68)
+    again, _ = turn(bench, [*longer, 7], chain_id=first.chain_id, on_miss="error" if branch == "fork" else "serve")
+    assert again.reused_tokens >= len(longer) - PAGE
+    bench.check_all_free()
+
+
+def test_a_turn_that_others_have_computed_begins_with_their_rows() -> None:
+    bench = Shared()
+    first, talk = turn(bench, words(40))
+    bench.serve([*talk, *words(50, 1)])
+    report, _ = turn(bench, [*talk, *words(50, 1), 3], chain_id=first.chain_id, on_miss="error")
+    assert (report.status, report.chain_id) == ("resumed", first.chain_id)
+    assert report.reused_tokens == (len(talk) + 50) // PAGE * PAGE
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 2])
+@pytest.mark.parametrize("when", range(1, 14))
+def test_61_a_turn_on_others_rows_that_is_cut_off_leaves_the_chain_as_it_was(when: int, checkpoints: int) -> None:
+    bench = Shared({"chain_checkpoints": checkpoints}, prefill_buckets=((1, 16),))
+    first, talk = turn(bench, words(40))
+    chain = bench.scheduler.chains.index.chains[first.chain_id]
+    bench.serve([*talk, *words(50, 1)])
+    goes_on = [*talk, *words(50, 1), *words(60, 2)]
+    request_id = bench.submit(goes_on, 9, prefix=None, chain=ChainOptions(first.chain_id))
+    bench.step(when)
+    bench.scheduler.cancel(request_id)
+    bench.run()
+    if checkpoints:
+        assert chain.state.name == "IDLE"
+    options = {"chain_id": first.chain_id, "on_miss": "error" if checkpoints else "serve"}
+    report, _ = turn(bench, [*goes_on, *bench.tokens(request_id), 5], **options)
+    assert report.reused_tokens >= 96, "whole pages of what the other request computed"
+    bench.check_all_free()
+
+
+def test_rows_on_the_host_stay_there_while_blocks_serve_as_well() -> None:
+    bench = Shared()
+    first, talk = turn(bench, words(40))
+    chain = bench.scheduler.chains.index.chains[first.chain_id]
+    assert bench.scheduler.chains.tiers.demote(chain)
+    report, talk = turn(bench, [*talk, 3], chain_id=first.chain_id, on_miss="error")
+    assert "import_parked" not in bench.runner.calls
+    assert (report.status, report.restored_from, report.reused_tokens) == ("resumed", "device", 48)
+    assert bench.scheduler.chains.tiers.demote(chain)
+    bench.index.evict(99)
+    report, _ = turn(bench, [*talk, 3], chain_id=first.chain_id, on_miss="error")
+    assert (report.status, report.restored_from, report.reused_tokens) == ("resumed", "host", len(talk) - 1)
+    bench.check_all_free()
+
+
+def test_what_is_told_first_is_what_happens() -> None:
+    bench = Shared(prefill_buckets=((1, 16),))
+    ids = [bench.submit([*words(40), seed], 9, prefix=None, chain=ChainOptions()) for seed in range(4)]
+    bench.run()
+    for request_id in ids:
+        told = [event.chain for event in bench.events[request_id] if event.chain is not None]
+        assert len(told) == 2, "once when it got its row, and at the end"
+        assert told[0].reused_tokens == told[1].reused_tokens == bench.last(request_id).stats.cached_tokens
+        first_token = next(i for i, event in enumerate(bench.events[request_id]) if event.token_ids)
+        assert bench.events[request_id].index(next(e for e in bench.events[request_id] if e.chain)) < first_token
+    assert [bench.last(r).chain.reused_tokens for r in ids] == [0, 40, 40, 40]
+    bench.check_all_free()
+
+
+def test_misses_are_told_and_counted() -> None:
+    bench = Shared()
+    metrics = bench.scheduler.metrics
+    report, _ = turn(bench, words(40))
+    assert (report.miss, report.reason) == ("cold", "cold")
+    other = [*words(22), 251, *words(30, 5)]
+    report, _ = turn(bench, other, salt="s")
+    assert report.miss == "salt"
+    report, _ = turn(bench, other)
+    assert (report.miss, report.diverged_at, report.reused_tokens) == ("diverged", 22, 20)
+    report, _ = turn(bench, [*words(40), 5])
+    assert (report.miss, report.reused_tokens) == (None, 40), "all that can be found was"
+    before = metrics.prefix_cache_queries.value(), metrics.prefix_cache_hits.value()
+    bench.serve([*words(30), 250, 3, 4, 5, 6, 7])
+    assert metrics.prefix_cache_queries.value() - before[0] == 36
+    assert metrics.prefix_cache_hits.value() - before[1] == 28
+    assert metrics.prefix_cache_misses.value(reason="diverged") == 2
+    bench.check_all_free()
+
+
+# What goes first.
+
+
+def test_a_block_that_many_have_found_outlives_a_conversation() -> None:
+    bench = Shared(num_sequence_pages=1 + 40)
+    for seed in range(8):
+        bench.serve([*words(40), seed], 2)
+    old, _ = turn(bench, words(50, 1), 2)
+    bench.scheduler.clock.sleep(600.0)  # ten times what it is expected to be idle
+    bench.serve([*words(40), 99], 2)
+    for seed in range(2, 5):
+        bench.serve(words(60, seed), 2)
+    assert old.chain_id not in bench.scheduler.chains.index.chains or (
+        bench.scheduler.chains.index.chains[old.chain_id].tier.name == "HOST"
+    )
+    assert bench.serve([*words(40), 77], 2) == 40
+    bench.check_all_free()
+
+
 # Everything at once.
 
 operations = st.one_of(
     st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)),
     st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)),
     st.tuples(st.just("turn"), st.integers(0, 3), st.integers(1, 60), st.integers(1, 30), st.integers(0, 9)),
+    st.tuples(st.just("named"), st.integers(0, 9), st.integers(0, 80), st.integers(1, 20), st.integers(0, 3)),
+    st.tuples(st.just("demote"), st.integers(0, 9)),
     st.tuples(st.just("advance"), st.integers(1, 12)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("preempt"), st.integers(0, 5)),
@@ -349,6 +478,23 @@ def test_random_programs(program, pages: int, inflight: int, swap_bytes: int) ->
                     last = done[twist % len(done)]
                     prompt = [*bench.requests[last].prompt_ids, *bench.tokens(last), *words(3, beginning)][:200]
                 ids.append(bench.submit(prompt, max_tokens, prefix=None, chain=ChainOptions()))
+        elif operation == "named":
+            number, cut, max_tokens, twist = args
+            chains = list(bench.scheduler.chains.index.chains.values())
+            if chains:
+                chain = chains[number % len(chains)]
+                known = chain.ledger.tolist()[: cut or None]  # 0: as it is, else from there on another text
+                branch = ("fork", "rewind")[twist % 2]
+                options = ChainOptions(chain.chain_id, branch=branch)
+                exact = PrefixOptions(exact=True) if twist == 3 else None
+                prompt = [*known, *words(4, twist)][:200]
+                ids.append(bench.submit(prompt, max_tokens, chain.method, prefix=exact, chain=options))
+        elif operation == "demote":
+            tiers = bench.scheduler.chains.tiers
+            idle = [c for c in tiers.index.victims() if c.payload is not None]
+            if idle:
+                tiers.demote(idle[args[0] % len(idle)])
+                bench.check()
         elif operation == "advance":
             bench.step(args[0])
         elif operation == "cancel" and ids:
