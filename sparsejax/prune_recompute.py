@@ -185,7 +185,8 @@ class Recomputer:
             behind = target.ranges[0][1] // size
             path = text.match.blocks
             rows = [self._payloads(request.method, text, block.depth, table) for block in path[behind:]]
-            self.radix.index.heal(path, behind, rows)
+            with self.targets.freeing():
+                self.radix.index.heal(path, behind, rows)
         if chain is not None and parked is not None:
             old: RowPages = chain.payload.pages
             freed = max(freed, (old.count - pages.count) // pages.lengths.size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -150,7 +151,7 @@ class Targets:
             scope = Scope(chain.seed, chain.tenant, chain.method, chain.fingerprint)
         match = self.radix.index.match(scope, ids, whole=True)
         if chain is None:
-            plan = tuple(self.radix.index.plan_cut(scope, ids, [pair])[0] for pair in ranges)
+            plan = self._plan(scope, ids, ranges)
             if len(match.blocks) * size < stop:
                 raise PruneError(f"range [{ranges[-1][0]}, {stop}) ends within one that was pruned before")
             shape = self.memory.geometry.table_shape(self.granularity(request.method))
@@ -171,12 +172,19 @@ class Targets:
         row_layout.pruned(target.cuts, _cuts(ranges))
         return target
 
+    def _plan(self, scope: Scope, ids: np.ndarray, ranges: Sequence[tuple[int, int]]) -> tuple[RangeRows, ...]:
+        index = self.radix.index
+        plan = index.plan_cut(scope, ids, ranges)
+        if len(plan) < len(ranges):  # some touch each other, and are not one because their budgets are two
+            plan = [index.plan_cut(scope, ids, [pair])[0] for pair in ranges]
+        return tuple(plan)
+
     def _path_of(
         self, scope: Scope, ids: np.ndarray, ranges: Sequence[tuple[int, int]], cuts: Cuts, keeps: bool
     ) -> tuple[RangeRows, ...] | None:
         """The rows that others find of a chain's ranges, if these can be pruned as the chain's are."""
         try:
-            plan = tuple(self.radix.index.plan_cut(scope, ids, [pair])[0] for pair in ranges)
+            plan = self._plan(scope, ids, ranges)
         except (PruneError, PrefixNotFoundError):
             return None
         rows = row_layout.positions(cuts, ranges[-1][1])
@@ -228,12 +236,24 @@ class Targets:
         self.memory.pool.share(granularity, pages.reshape(-1))
         return [(granularity, pages[..., i].reshape(-1).copy()) for i in range(pages.shape[-1])]
 
+    @contextlib.contextmanager
+    def freeing(self) -> Iterator[None]:
+        """Frees what the index gives up meanwhile, in one call for each granularity."""
+        with self.radix.index.collected() as gone:
+            try:
+                yield
+            finally:
+                for granularity in {granularity for granularity, _ in gone}:
+                    ids = [ids for other, ids in gone if other is granularity]
+                    self.memory.pool.free(granularity, np.concatenate(ids))
+
     def cut_path(self, target: Target, pieces: Sequence[np.ndarray], kept: Sequence[np.ndarray], policy: str) -> int:
         """Exchanges what others find (see `exchange`). Raises StalePlanError."""
         assert target.plan is not None
         payloads = [self.payloads(target.scope.method, piece) for piece in pieces]
         try:
-            return self.radix.index.cut(target.plan, list(zip(payloads, kept, strict=True)), policy)
+            with self.freeing():
+                return self.radix.index.cut(target.plan, list(zip(payloads, kept, strict=True)), policy)
         except BaseException:
             for each in payloads:
                 for payload in each:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,16 @@ class RadixHealer(RadixKeeper):
     """Exchanges rows of blocks."""
 
     leases: dict[Lease, None]
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[Any]]:
+        """Payloads that are given up meanwhile come in a list: the caller releases them, all at once."""
+        release, found = self._release, list[Any]()
+        self._release = found.append
+        try:
+            yield found
+        finally:
+            self._release = release
 
     def hindered(self, path: Sequence[Block], behind: int, own: Collection[Lease | None]) -> bool:
         """Whether somebody has, or pins, what an exchange behind so many blocks of a path would take from him.

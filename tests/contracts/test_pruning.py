@@ -6,11 +6,14 @@ the same rows were masked, or it fails.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from sparsejax.cache.chain_store import ChainStore
 from sparsejax.chain_disk import Disk
+from sparsejax.engine import Engine
 from sparsejax.errors import (
     ChainMismatchError,
     PrefixNotFoundError,
@@ -19,8 +22,10 @@ from sparsejax.errors import (
     PruneNotFoundError,
     RequestError,
 )
+from sparsejax.mock import MockMethod, MockRunner
 from sparsejax.prune_jobs import POLICIES, PruneInfo, PrunePart, PruneRequest
-from sparsejax.request import ChainOptions, PrefixOptions
+from sparsejax.request import ChainOptions, PrefixOptions, Request, SamplingParams
+from sparsejax.settings import EngineSettings
 from tests.contracts.chain_disk_bench import ManualWorker, PlainArrays
 from tests.contracts.masked import Masked
 from tests.contracts.test_radix_cache import PAGE, Shared, words
@@ -714,3 +719,50 @@ def test_a_pruned_chain_outlives_its_engine(tmp_path, recompute: bool) -> None:
     bench.check_all_free()
     settle(bench)
     stores[-1].close()
+
+
+# With the engine's thread.
+
+
+def test_an_idle_engine_carries_out_jobs_and_ends_them_with_itself() -> None:
+    runner = MockRunner(methods=(MockMethod("dense"),))
+    with Engine(runner, EngineSettings(prefix_cache=True)) as engine:
+        over = threading.Event()
+        request = Request("r", tuple(words(80)), SamplingParams(max_tokens=1), prefix=PrefixOptions())
+        engine.submit(request, lambda event: over.set())
+        assert over.wait(10)
+        wanted = PruneRequest(
+            "dense", np.array(words(80), np.uint32), (PrunePart(((8, 40),), 8),), "kvzip_global", score_chunk_tokens=4
+        )
+
+        def start(caches):
+            info = caches.prunes.submit(wanted)
+            return caches.prunes.watch(info.prune_id, "")
+
+        info = engine.consult(start).result(10).result(10)
+        assert info.status == "completed"
+        assert info.result["freed_device_slots"] == 24
+        assert runner.calls["score_rows"] == 8
+        runner.hold()
+        waiting = engine.consult(start).result(10)
+        engine.close()
+        assert waiting.result(10).status == "cancelled"
+
+
+def test_a_dead_engine_ends_its_jobs() -> None:
+    runner = MockRunner(methods=(MockMethod("dense"),))
+    with Engine(runner, EngineSettings(prefix_cache=True)) as engine:
+        over = threading.Event()
+        request = Request("r", tuple(words(80)), SamplingParams(max_tokens=1), prefix=PrefixOptions())
+        engine.submit(request, lambda event: over.set())
+        assert over.wait(10)
+        wanted = PruneRequest("dense", np.array(words(80), np.uint32), (PrunePart(((8, 40),), 8),), "kvzip_global")
+        runner.fail("score_rows", 1, OSError("the device is gone"))
+
+        def start(caches):
+            info = caches.prunes.submit(wanted)
+            return caches.prunes.watch(info.prune_id, "")
+
+        info = engine.consult(start).result(10).result(10)
+        assert (info.status, info.error["code"]) == ("failed", "engine_dead")
+        assert engine.health == "failed"
