@@ -76,11 +76,14 @@ SMOLLM2 = Model(
     chunk=512,
 )
 MODELS = (LLAMA_8B, SMOLLM2)
+PACK_ROWS = 1024
 KINDS = (
     ("prefill", "dense"),
     ("decode", "dense"),
     ("decode", "quest(quest_chunk_size={page_size})"),
     ("maintain", "snapkv"),
+    ("score", "dense"),
+    ("pack", "dense"),
     ("sample", "dense"),
 )
 
@@ -101,7 +104,7 @@ def abstract(specs: Any, sharding: Any, layout_of: Callable[[int], Any] = lambda
 
 
 def step_programs(sharding: Any) -> Iterator[Program]:
-    """Prefill, decode, sampling and compaction of each model, as the runner compiles them."""
+    """Prefill, decode, sampling, compaction and pruning of each model, as the runner compiles them."""
     wanted = [(LLAMA_8B, *kind) for kind in KINDS]
     # Selection and sampling differ little between models, and take long to compile.
     wanted += [(SMOLLM2, *kind) for kind in KINDS if kind[1] in ("dense", "snapkv") and kind[0] != "sample"]
@@ -117,7 +120,7 @@ def step(model: Model, kind: str, members: str, sharding: Any) -> tuple[Any, tup
     import jax
     import numpy as np
 
-    from sparsejax import registry, steps
+    from sparsejax import prune_steps, registry, steps
     from sparsejax.models.registry import get_architecture, spec_from_config
     from sparsejax.models.weight_layout import tpu_layout
     from sparsejax.sampling import greedy_inputs
@@ -142,8 +145,17 @@ def step(model: Model, kind: str, members: str, sharding: Any) -> tuple[Any, tup
         logits = jax.ShapeDtypeStruct((model.rows, spec.vocab_size), np.float32, sharding=sharding)
         sampling = abstract(greedy_inputs(model.rows), sharding)
         return steps.sample_step, (state, logits, ints(model.rows, 2), *sampling), {"mode": None}
+    table = ints(*geometry.table_shape(method.granularity), geometry.max_pages)
+    if kind == "pack":
+        rows = PACK_ROWS, *table.shape[:2], PACK_ROWS // model.page_size
+        return prune_steps.pack_rows, (statics, state, table, ints(rows[0]), ints(*rows[1:])), {}
     weights = abstract(get_architecture(spec.architecture).weight_specs(spec), sharding, tpu_layout)
     if kind == "decode":
         return steps.decode_logits, (statics, weights, state, ints(model.rows, 2), ints(model.rows, 5)), {}
+    if kind == "score":
+        capacity = geometry.max_pages * model.page_size
+        scores = jax.ShapeDtypeStruct((capacity,), np.float32, sharding=sharding)
+        given = scores, ints(1, model.chunk), table, ints(3)
+        return prune_steps.score_rows, (prune_steps.score_statics(statics), weights, state, *given), {}
     prompt = ints(1, model.chunk), ints(1, 4), ints(geometry.pages(model.chunk), 5)
     return steps.prefill_logits, (statics, weights, state, *prompt), {}
