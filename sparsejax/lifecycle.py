@@ -92,7 +92,7 @@ class Lifecycle:
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         targets = Targets(runner, self.memory, self.chains, self.radix)
         worker = Worker(targets, instruction, self._slice_tokens)
-        self.prunes = PruneJobs(worker, clock, self.settings.starvation_bound_s)
+        self.prunes = PruneJobs(worker, self.metrics, clock, self.settings.starvation_bound_s)
         self.launches = Launches(clock)
         self.groups: dict[str, Group] = {}
         self.waiting: list[Sequence] = []

@@ -134,6 +134,11 @@ class EngineMetrics:
         )
         self.prefix_cache_events = Counter("prefix_cache_events", "Pages of tokens that came or went", "event")
         self.prefix_cache_pruned_tokens = Counter("prefix_cache_pruned_tokens", "Tokens whose rows were pruned")
+        self.prune_jobs = Counter("prune_jobs", "Prune jobs that are over, by how they ended", "status")
+        self.prune_freed_slots = Counter("prune_freed_slots", "Rows (tokens) that prune jobs took, of paths or chains")
+        self.prune_recomputed_tokens = Counter(
+            "prune_recomputed_tokens", "Tokens that prune jobs computed again behind a range"
+        )
         self.chain_turns = Counter("chain_turns", "Turns with a chain, by what became of it", "status")
         self.chain_tokens_saved = Counter("chain_tokens_saved", "Prompt tokens that chains spared")
         self.chain_tokens_recomputed = Counter(
@@ -174,6 +179,7 @@ class EngineMetrics:
         self.request_prefill_time_seconds = seconds("request_prefill_time_seconds", "Admission to first token")
         self.request_decode_time_seconds = seconds("request_decode_time_seconds", "First to last token")
         self.request_inference_time_seconds = seconds("request_inference_time_seconds", "Admission to last token")
+        self.prune_queue_seconds = seconds("prune_queue_seconds", "From the request of a prune job to its first slice")
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Prompt tokens per request", _TOKEN_BUCKETS)
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens per choice", _TOKEN_BUCKETS)
         self.request_params_n = Histogram("request_params_n", "Choices asked for", _SMALL_BUCKETS)

@@ -19,6 +19,7 @@ from sparsejax.cache.pages import IntegrityError, PageError
 from sparsejax.cache.radix_records import Lease
 from sparsejax.errors import PruneConflictError, PruneNotFoundError, RequestError
 from sparsejax.launches import RunnerError
+from sparsejax.metrics import EngineMetrics
 from sparsejax.prune_records import ENDED, POLICIES, PruneInfo, PrunePart, PruneRequest, Slice
 from sparsejax.prune_work import Work, Worker
 
@@ -28,6 +29,7 @@ log = logging.getLogger("sparsejax.engine")
 
 MAX_JOBS = 1000
 MAX_UNFINISHED = 64
+_RETRY_S = 0.02  # before what a job waits for is looked at again
 
 
 class _Job:
@@ -37,7 +39,7 @@ class _Job:
         self.work = work
         self.state = Slice.READY
         self.why = ""
-        self.served_s = now_s
+        self.submitted_s = self.served_s = self.tried_s = now_s
         self.blocked_s: float | None = None
         self.watchers: list[Future[PruneInfo]] = []
 
@@ -47,18 +49,19 @@ class PruneJobs:
 
     Args:
       worker: carries them out.
+      metrics: counters to feed.
       clock: seconds, monotonic.
       patience_s: a job that has waited so long for the device to have time goes on beside prompts.
     """
 
-    def __init__(self, worker: Worker, clock: Callable[[], float], patience_s: float) -> None:
+    def __init__(self, worker: Worker, metrics: EngineMetrics, clock: Callable[[], float], patience_s: float) -> None:
         self._worker = worker
+        self._metrics = metrics
         self._clock = clock
         self._patience_s = patience_s
         self._jobs: collections.OrderedDict[str, _Job] = collections.OrderedDict()
         self._open: list[_Job] = []
         self._keys: dict[tuple[str, str], str] = {}
-        self.counts: collections.Counter[str] = collections.Counter()
         self.moved = False
 
     # What clients ask for.
@@ -175,12 +178,16 @@ class PruneJobs:
             return True
         if job.state is Slice.RESULT and self._worker.awaited is not None and not self._worker.awaited.poll():
             return True
+        if job.state is Slice.BLOCKED and now - job.tried_s < _RETRY_S:
+            return False
+        job.tried_s = now
         if job.state is not Slice.RESULT:
             job.served_s = now
         try:
             wait = next(job.work)
         except StopIteration as end:
             self.moved = True
+            self._started(job, now)
             self._end(job, "completed", result=end.value)
             return True
         except (RunnerError, IntegrityError, PageError):
@@ -198,8 +205,7 @@ class PruneJobs:
         if job.state is not Slice.BLOCKED:
             job.blocked_s = None
             self.moved = True
-            if job.info.status == "queued":
-                job.info = dataclasses.replace(job.info, status="running", started_s=time.time())
+            self._started(job, now)
             return True
         job.blocked_s = now if job.blocked_s is None else job.blocked_s
         if now - job.blocked_s >= job.request.block_timeout_s:
@@ -208,18 +214,20 @@ class PruneJobs:
             self._end(job, "blocked", error={"code": "prune_blocked", "message": text})
         return False
 
+    def _started(self, job: _Job, now: float) -> None:
+        if job.info.status == "queued":
+            job.info = dataclasses.replace(job.info, status="running", started_s=time.time())
+            self._metrics.prune_queue_seconds.observe(now - job.submitted_s)
+
     def _end(
         self, job: _Job, status: str, result: dict[str, Any] | None = None, error: dict[str, Any] | None = None
     ) -> None:
-        now_s = time.time()
-        started_s = job.info.started_s or (now_s if status == "completed" else None)
-        job.info = dataclasses.replace(
-            job.info, status=status, started_s=started_s, finished_s=now_s, result=result, error=error
-        )
+        job.info = dataclasses.replace(job.info, status=status, finished_s=time.time(), result=result, error=error)
         self._open.remove(job)
-        self.counts[status] += 1
+        self._metrics.prune_jobs.inc(status=status)
         if result is not None:
-            self.counts["freed_tokens"] += result["freed_device_slots"]
+            self._metrics.prune_freed_slots.inc(result["freed_device_slots"])
+            self._metrics.prune_recomputed_tokens.inc(result["recomputed_tokens"])
         log.info("prune job %s %s: %s", job.info.prune_id, status, result or error)
         for watcher in job.watchers:
             if watcher.set_running_or_notify_cancel():

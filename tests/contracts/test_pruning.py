@@ -72,7 +72,7 @@ METHODS = ["dense", "selects"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_84_85_a_pruned_prefix_is_found_as_before_with_fewer_rows(method: str) -> None:
+def test_87_a_pruned_prefix_is_found_as_before_with_fewer_rows(method: str) -> None:
     bench = Pruned()
     bench.serve(words(80), method=method)
     free = bench.scheduler.memory.pool.free_head_pages
@@ -107,7 +107,7 @@ def test_87_tokens_on_a_pruned_prefix_equal_those_of_masked_rows(ranges, method:
     bench.check_all_free()
 
 
-def test_86_what_follows_inherits_the_loss() -> None:
+def test_91_what_follows_inherits_the_loss_unless_exact_rows_are_wanted() -> None:
     bench = Pruned()
     bench.serve(words(80), 1)
     bench.prune(words(80), (8, 24))
@@ -139,7 +139,7 @@ def test_88_readers_keep_their_rows() -> None:
     bench.check_all_free()
 
 
-def test_89_what_is_refused_changes_nothing() -> None:
+def test_85_what_is_refused_changes_nothing() -> None:
     bench = Pruned()
     bench.serve(words(80), 1)
     bench.prune(words(80), (16, 32))
@@ -157,6 +157,14 @@ def test_89_what_is_refused_changes_nothing() -> None:
             bench.prune(words(80), *ranges)
     with pytest.raises(PruneError, match="keep_tokens"):
         bench.prune(words(80), (0, 8), keep=4)
+    for keep in (-1, 8, True, 1.5):
+        with pytest.raises(PruneError, match="keep_tokens"):
+            bench.prune(words(80), (0, 8), keep=keep, policy="kvzip_global")
+    for wrong in ({"observation_tokens": 0}, {"score_chunk_tokens": True}, {"prev_postfix_tokens": -1}):
+        with pytest.raises(PruneError, match=next(iter(wrong))):
+            bench.prune(words(80), (0, 8), keep=4, policy="kvzip_global", **wrong)
+    with pytest.raises(PruneError, match="block_timeout_s"):
+        bench.prune(words(80), (0, 8), block_timeout_s=-1.0)
     with pytest.raises(PruneError, match="policy"):
         bench.prune(words(80), (0, 8), policy="best")
     with pytest.raises(PruneError, match="window"):
@@ -198,7 +206,7 @@ def test_a_prompt_that_ends_within_a_pruned_range_is_computed_from_its_start() -
 # Jobs.
 
 
-def test_90_jobs_are_their_tenants() -> None:
+def test_97_jobs_are_their_tenants() -> None:
     bench = Pruned()
     mine = PrefixOptions(tenant="t")
     bench.serve(words(40), 1, prefix=mine)
@@ -309,7 +317,7 @@ def test_a_chain_is_pruned_without_its_path() -> None:
     bench.check_all_free()
 
 
-def test_a_job_waits_for_a_turn_of_its_chain() -> None:
+def test_88_a_job_waits_for_a_turn_of_its_chain() -> None:
     bench = Pruned()
     report, output = bench.turn(words(60), 10)
     talk = [*words(60), *output]
@@ -363,7 +371,7 @@ def keeps(bench: Pruned, ranges, keep: int, method: str = "dense", protected: in
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("keep", [8, 14, 23])
-def test_85_91_the_best_rows_of_all_ranges_stay(policy: str, method: str, keep: int) -> None:
+def test_86_92_the_best_rows_of_all_ranges_stay(policy: str, method: str, keep: int) -> None:
     ranges = [(8, 24), (40, 56)]
     bench = Pruned()
     bench.serve(words(80), 1, method=method)
@@ -437,7 +445,7 @@ def test_the_window_stays_and_must_fit() -> None:
 
 
 @pytest.mark.parametrize("call", ["score_rows", "read_scores", "pack_rows"])
-def test_92_a_refused_program_changes_nothing(call: str) -> None:
+def test_89_a_refused_program_changes_nothing(call: str) -> None:
     bench = Pruned()
     report, output = bench.turn(words(60), 10)
     talk = [*words(60), *output]
@@ -452,7 +460,7 @@ def test_92_a_refused_program_changes_nothing(call: str) -> None:
     bench.check_all_free()
 
 
-def test_92_scores_of_other_rows_are_not_used() -> None:
+def test_89_scores_of_other_rows_are_not_used() -> None:
     """Between the scores and the exchange the path changes: the job starts again, at most three times."""
     for times in (1, 5):
         bench = Pruned()
@@ -478,7 +486,7 @@ def test_92_scores_of_other_rows_are_not_used() -> None:
         bench.check_all_free()
 
 
-def test_decoding_goes_on_beside_scores() -> None:
+def test_56_decoding_goes_on_beside_scores() -> None:
     bench = Pruned({"max_inflight_steps": 3})
     bench.serve(words(80), 1)
     reader = bench.submit(words(9, 5), 60)
@@ -513,7 +521,7 @@ def test_prompts_come_before_scores() -> None:
     bench.check_all_free()
 
 
-def test_a_job_that_is_cancelled_between_its_slices_leaves_nothing() -> None:
+def test_89_a_job_that_is_cancelled_between_its_slices_leaves_nothing() -> None:
     bench = Pruned()
     bench.serve(words(80), 1)
     for steps in range(1, 12):
@@ -766,3 +774,56 @@ def test_a_dead_engine_ends_its_jobs() -> None:
         info = engine.consult(start).result(10).result(10)
         assert (info.status, info.error["code"]) == ("failed", "engine_dead")
         assert engine.health == "failed"
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+def test_90_a_pruned_chain_goes_to_the_host_and_back(keep: int) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    policy = "kvzip_global" if keep else "drop"
+    bench.prune(talk, (8, 24), keep=keep, policy=policy, chain_id=report.chain_id)
+    gone = set(range(8, 24)) - set(keeps(bench, [(8, 24)], keep)[0])
+    text = Masked(talk[:69]).drop(gone)
+    for turn in range(2):
+        assert bench.scheduler.chains.tiers.demote(chain)
+        bench.index.evict(1 << 30)
+        talk += words(3, turn)
+        expected = text.read(talk[len(text.tokens) :]).generate(5, bench.seed())
+        report, output = bench.turn(talk, 5, report.chain_id, on_miss="error")
+        assert (output, report.restored_from) == (expected, "host")
+        talk += output
+    bench.check_all_free()
+
+
+def test_jobs_are_counted() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.prune(words(80), (8, 24))
+    bench.prune(words(80), (32, 40), recompute=True)
+    info = bench.prune(words(80), (48, 56), run=False)
+    bench.scheduler.prunes.cancel(info.prune_id, "")
+    metrics = bench.scheduler.metrics
+    assert metrics.prune_jobs.value(status="completed") == 2
+    assert metrics.prune_jobs.value(status="cancelled") == 1
+    assert metrics.prune_freed_slots.value() == 24
+    assert metrics.prune_recomputed_tokens.value() == 40
+
+
+def test_jobs_are_bounded() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    jobs = bench.scheduler.prunes
+    queued = [bench.prune(words(80), (8, 24), run=False).prune_id for _ in range(64)]
+    with pytest.raises(RequestError, match="unfinished") as refused:
+        bench.prune(words(80), (8, 24), run=False)
+    assert (refused.value.status, refused.value.code) == (503, "too_many_prunes")
+    for prune_id in queued:
+        jobs.cancel(prune_id, "")
+    for _ in range(1000):
+        jobs.cancel(bench.prune(words(80), (8, 24), run=False).prune_id, "")
+    assert len(jobs.listed("", 5000)) == 1000
+    with pytest.raises(PruneNotFoundError):
+        jobs.get(queued[0], "")
+    bench.check_all_free()
