@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
 import random
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from sparsejax.errors import RequestError
 from sparsejax.models.load.gguf_reader import read_gguf
@@ -30,6 +31,12 @@ DROPPING = "{% for m in messages[-2:] %}<|im_start|>{{ m.role }}\n{{ m.content }
 @pytest.fixture(scope="module")
 def smollm2(default_model: pathlib.Path) -> Tokenizer:
     return gguf_tokenizer(read_gguf(default_model).metadata)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(smollm2: Tokenizer) -> dict[str | None, Tokenizer]:
+    """By template."""
+    return {None: smollm2, **{template: with_template(smollm2, template) for template in (THINKING, TRIMMING, BARE)}}
 
 
 def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -57,9 +64,34 @@ def bytes_of(tokenizer: Any, ids: Any, span: tuple[int, int]) -> bytes:
     return b"".join(map(tokenizer.sealed_bytes, ids[slice(*span)]))
 
 
+def check(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> None:
+    """Every content has its tokens, in order, and all that lie wholly inside it but for white space at its ends."""
+    ids, found = ids_and_spans(tokenizer, messages)
+    text = b"".join(map(tokenizer.sealed_bytes, ids))
+    ends = np.cumsum([0, *(len(tokenizer.sealed_bytes(i)) for i in ids)])
+    longest = max(len(tokenizer.sealed_bytes(i)) for i in ids if i not in tokenizer.control_ids)
+    place = 0
+    for i, m in enumerate(messages):
+        span, core = found[i], m["content"].strip().encode()
+        assert span is not None, (i, m)
+        inside = bytes_of(tokenizer, ids, span)
+        assert inside in m["content"].encode()
+        assert place <= span[0] <= span[1]
+        place = span[1]
+        if not inside:
+            assert len(core) < 2 * longest, "no token of the content was found"
+        else:
+            # Where the core lies, from where its tokens do; then all tokens within are the span's.
+            at = text.find(core, max(0, int(ends[span[0]]) - len(core)))
+            while at + len(core) < ends[span[1]] - len(inside) + len(inside.rstrip()):
+                at = text.find(core, at + 1)
+            first, last = np.searchsorted(ends, at), np.searchsorted(ends, at + len(core), "right") - 1
+            assert span[0] <= first, "a whole token of the content is left out"
+            assert last <= span[1], "a whole token of the content is left out"
+
+
 @pytest.mark.parametrize("template", [None, THINKING, TRIMMING, BARE])
-def test_93_content_is_found_and_nothing_else(smollm2: Tokenizer, template: str | None) -> None:
-    tokenizer = smollm2 if template is None else with_template(smollm2, template)
+def test_93_content_is_found_and_nothing_else(tokenizers: dict[str | None, Tokenizer], template: str | None) -> None:
     results = [
         "The cat is red.",
         "  trimmed\nor not \n\n",
@@ -68,23 +100,35 @@ def test_93_content_is_found_and_nothing_else(smollm2: Tokenizer, template: str 
         "über 東京 🙂 <tool_response> x",
         ".",
     ]
-    messages = talk_of(results)
-    ids, found = ids_and_spans(tokenizer, messages)
-    for i, m in enumerate(messages):
-        span = found[i]
-        assert span is not None, (i, m)
-        inside, content = bytes_of(tokenizer, ids, span), m["content"].encode()
-        core = content.strip()
-        # Only tokens that reach over the edge are missing: fewer bytes than one of them has.
-        longest = max(len(tokenizer.sealed_bytes(i)) for i in ids if i not in tokenizer.control_ids)
-        assert inside in content
-        assert len(core) - len(inside) < 2 * longest
-        for neighbour, edge in ((span[0] - 1, 0), (span[1], 1)):
-            reach = (neighbour, span[1]) if edge == 0 else (span[0], neighbour + 1)
-            assert bytes_of(tokenizer, ids, reach) not in content or not inside, "a whole token of the content is left"
-    places = [found[i] for i, m in enumerate(messages) if m["content"]]
-    assert places == sorted(places)  # type: ignore[type-var]
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(places))  # type: ignore[index]
+    check(tokenizers[template], talk_of(results))
+
+
+PIECES = [
+    "cat",
+    " ",
+    "\n",
+    "  ",
+    "<|im_end|>",
+    "im_end|>",
+    "<|im_",
+    "</think>",
+    "tool",
+    "é",
+    "🙂",
+    "ﬁ",
+    "e\u0301",
+    "==",
+    "1",
+]
+
+
+@given(
+    template=st.sampled_from([None, THINKING, TRIMMING, BARE]),
+    results=st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), min_size=1, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_93_any_content(tokenizers: dict[str | None, Tokenizer], template: str | None, results: list[str]) -> None:
+    check(tokenizers[template], talk_of(results))
 
 
 def test_93_tokens_across_the_edge_are_left_out(smollm2: Tokenizer) -> None:
