@@ -11,7 +11,7 @@ from typing import Any
 import sparsejax
 from sparsejax.detokenize import Delta, TextPiece
 from sparsejax.request import RequestStats
-from sparsejax.serving.chain_answer import chain_headers, chain_ids, chain_object, miss_object
+from sparsejax.serving.chain_answer import chain_headers, chain_ids, chain_object, miss_object, prefix_headers
 from sparsejax.serving.chain_fields import asked_for
 from sparsejax.serving.generation import Generation
 from sparsejax.serving.protocol import GenerationBody
@@ -99,9 +99,12 @@ class Answer(abc.ABC):
         self.diverged_message = None
 
     def headers(self) -> dict[str, str]:
-        """Of the chain, if there is exactly one prompt."""
+        """Of what was reused, if there is exactly one prompt; without a chain that is known in the end."""
         if len(self.generation.requests) != 1:
             return {}
+        if self.generation.chain() is None:
+            stats = self._stats.get(0)
+            return {} if stats is None else prefix_headers(stats, self._method, self.diverged_message)
         return chain_headers(self.generation.chain(), self._method, self._compat, self.diverged_message)
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
@@ -216,8 +219,10 @@ class Answer(abc.ABC):
 
     def _cost(self, *stats: RequestStats) -> dict[str, Any]:
         found = cost(self._method, *stats)
-        if len(self.generation.requests) == 1 and self.generation.chain() is not None:
-            found["cache_miss"] = miss_object(self.generation.chain(), self.diverged_message)
+        if len(self.generation.requests) == 1:
+            known = self.generation.chain() or self._stats.get(0)
+            if known is not None:
+                found["cache_miss"] = miss_object(known, self.diverged_message)
         return found
 
     def _empty_choice(self, index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an answer says of its chain: headers, the `chain` object, why less was reused than could have been."""
+"""What an answer says of its chain, and of rows that it shares: headers, the `chain` object, why not more was reused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sparsejax.request import ChainReport
+from sparsejax.request import ChainReport, RequestStats
 from sparsejax.serving.protocol import Message
 from sparsejax.serving.state import Tokenizer
 
@@ -40,14 +40,27 @@ def chain_headers(report: ChainReport | None, method: str, compat: bool, message
         CHAIN_ID_HEADER: report.chain_id,
         REFERENCE_ID_HEADER: report.chain_id,
         STATUS_HEADER: status_of(report, compat),
-        CACHED_HEADER: str(report.reused_tokens),
+    }
+    return headers | _reuse(report.reused_tokens, report.retained_tokens, report, method, message)
+
+
+def prefix_headers(stats: RequestStats, method: str, message: int | None) -> dict[str, str]:
+    """Headers of an answer without a chain, once it has ended."""
+    return _reuse(stats.cached_tokens, stats.resident_prefix_tokens, stats, method, message)
+
+
+def _reuse(
+    reused: int, retained: int, why: ChainReport | RequestStats, method: str, message: int | None
+) -> dict[str, str]:
+    headers = {
+        CACHED_HEADER: str(reused),
         METHOD_HEADER: method.replace("\n", " ").encode("latin-1", "replace").decode("latin-1"),
     }
-    if report.reused_tokens:
-        headers[RETAINED_HEADER] = f"{min(1.0, report.retained_tokens / report.reused_tokens):.4f}"
-    if report.miss is not None:
-        where = "" if report.diverged_at is None else f"; token={report.diverged_at}"
-        headers[MISS_HEADER] = report.miss + where + ("" if message is None else f"; message={message}")
+    if reused:
+        headers[RETAINED_HEADER] = f"{min(1.0, retained / reused):.4f}"
+    if why.miss is not None:
+        where = "" if why.diverged_at is None else f"; token={why.diverged_at}"
+        headers[MISS_HEADER] = why.miss + where + ("" if message is None else f"; message={message}")
     return headers
 
 
@@ -91,11 +104,12 @@ def chain_object(report: ChainReport) -> dict[str, Any]:
     return described
 
 
-def miss_object(report: ChainReport | None, message: int | None) -> dict[str, Any] | None:
+def miss_object(found: ChainReport | RequestStats, message: int | None) -> dict[str, Any] | None:
     """Why less was reused than could have been; None if nothing was missed."""
-    if report is None or report.miss is None:
+    if found.miss is None:
         return None
-    return {"reason": report.miss, "token": report.diverged_at, "message": message, "detail": report.reason}
+    detail = found.reason if isinstance(found, ChainReport) else found.miss_reason
+    return {"reason": found.miss, "token": found.diverged_at, "message": message, "detail": detail}
 
 
 def message_at(tokenizer: Tokenizer, messages: Sequence[Message], ids: Sequence[int], token: int) -> int | None:

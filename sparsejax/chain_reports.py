@@ -78,10 +78,11 @@ def begun(seq: Sequence, metrics: EngineMetrics) -> None:
     metrics.prefix_cache_queries.inc(len(seq.group.prompt))
     metrics.prefix_cache_hits.inc(seq.reused)
     if seq.base:
-        metrics.chain_tokens_saved.inc(seq.base)
+        metrics.chain_tokens_saved.inc(seq.reused)
     elif seq.chain_status == "recreated":
         # Its client had a chain, so all but the newest message was computed before.
-        metrics.chain_tokens_recomputed.inc(len(seq.group.prompt), reason=seq.chain_miss or "unknown")
+        recomputed = len(seq.group.prompt) - seq.reused
+        metrics.chain_tokens_recomputed.inc(recomputed, reason=seq.chain_miss or "unknown")
 
 
 def recalled(found: RecallReport | None, metrics: EngineMetrics) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from sparsejax import prefix_reports
 from sparsejax.cache import row_layout
 from sparsejax.cache.chain import Tier, as_ids
+from sparsejax.cache.chain_miss import Miss
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.cache.radix import RadixIndex
 from sparsejax.cache.radix_records import Lease, Match
@@ -196,6 +197,8 @@ class RadixCache:
     def begin(self, seq: Sequence) -> None:
         """A choice got its row: what it has attached is its own now."""
         match, seq.prefix_match, seq.prefix_known = seq.prefix_match, None, None
+        if self.enabled and not seq.group.facts.pure_prefix:
+            seq.prefix_miss = Miss("method", self.hindrance(seq.group.method) or "")
         if match is not None:
             self.index.note(match)
             prefix_reports.begun(seq, match, self._metrics)

@@ -357,7 +357,7 @@ class RequestStats:
     on what was left. `seen_tokens` were processed, `resident_tokens` still hold KV (both largest over layers and
     heads), `read_tokens` are what the last decode step read, averaged over layers and heads. `preemptions` counts how
     often the choice lost its place; `rebuilt` says that its KV was then recomputed, because the swap space was full,
-    rather than restored.
+    rather than restored. `miss`, `miss_reason` and `diverged_at` say why not more was cached, as in `ChainReport`.
     """
 
     prompt_tokens: int = 0
@@ -374,6 +374,9 @@ class RequestStats:
     read_tokens: int = 0
     preemptions: int = 0
     rebuilt: bool = False
+    miss: str | None = None
+    miss_reason: str | None = None
+    diverged_at: int | None = None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -505,7 +505,10 @@ class Sequence:
         return max(0, tokens)
 
     def stats(self, now: float) -> RequestStats:
-        arrival = self.group.request.arrival_s
+        arrival, miss = self.group.request.arrival_s, self.prefix_miss
+        why = (self.chain_miss, self.chain_reason, self.diverged_at)
+        if self.chain is None and miss is not None:
+            why = miss.reason, miss.text, miss.token if miss.reason == "diverged" else None
         admitted = now if self.admitted_s is None else self.admitted_s
         first = now if self.first_token_s is None else self.first_token_s
         return RequestStats(
@@ -523,4 +526,7 @@ class Sequence:
             read_tokens=self.read_tokens,
             preemptions=self.preemptions,
             rebuilt=self.rebuilt,
+            miss=why[0],
+            miss_reason=why[1],
+            diverged_at=why[2],
         )

@@ -94,7 +94,7 @@ def test_headers(shared: LiveServer) -> None:
     assert first.headers["x-sparsejax-chain-status"] == "created"
     assert first.headers["x-sparsejax-cached-tokens"] == "0"
     assert first.headers["x-sparsejax-method"] == "dense"
-    assert first.headers["x-sparsejax-cache-miss"].partition(";")[0] in ("cold", "diverged")
+    assert first.headers["x-sparsejax-cache-miss"].partition(";")[0] == "salt", "their text is known"
     assert "x-sparsejax-retained-fraction" not in first.headers
     body = {"messages": say("headers", "again"), "chain_id": first.json()["chain_id"], **salt}
     for stream in (False, True):
@@ -428,7 +428,8 @@ def test_requests_that_have_no_chain(shared: LiveServer) -> None:
         assert "chain" not in answer
         assert answer.get("chain_id") is None
         assert answer.get("chain_status") == ("disabled" if "chain" in fields else None)
-        assert "cache_miss" not in answer["sparsejax"]
+        cached, known = answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]
+        assert (answer["sparsejax"]["cache_miss"] is None) == (cached == (known - 1) // 4 * 4)
         assert shared.get(CHAINS).json()["total"] == before
     echoed = shared.post(TEXT, {"prompt": "say:x\n", "echo": True}).json()
     assert "chain_id" not in echoed
@@ -467,7 +468,9 @@ def test_edited_conversations(shared: LiveServer, branch: str) -> None:
     second = chat(shared, f"edit {branch}", "to be edited", chain_id=first["chain_id"])
     edited = chat(shared, f"edit {branch}", "other", chain_id=second["chain_id"], chain_branch=branch)
     assert edited["choices"][0]["message"]["content"] == "other"
-    assert edited["usage"]["prompt_tokens_details"]["cached_tokens"] == first["chain"]["processed_tokens"]
+    cached = edited["usage"]["prompt_tokens_details"]["cached_tokens"]
+    part = len("\n<user:say:")  # of the template, which the edited message begins with too
+    assert first["chain"]["processed_tokens"] <= cached <= first["chain"]["total_tokens"] + part
     assert edited["chain_status"] == ("forked" if branch == "fork" else "rewound")
     assert (edited["chain_id"] == first["chain_id"]) == (branch == "rewind")
 
@@ -513,7 +516,7 @@ def test_a_stop_string_leaves_what_was_seen(shared: LiveServer) -> None:
     assert first["chain"]["total_tokens"] == first["usage"]["prompt_tokens"] + len("visible")
     messages = [*fields["messages"], {"role": "assistant", "content": "visible"}, *say("more")]
     second = shared.post(CHAT, {"messages": messages, "chain_id": first["chain_id"], "chain_on_miss": "error"}).json()
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["chain"]["processed_tokens"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["chain"]["processed_tokens"]
 
 
 @pytest.mark.parametrize("checkpoints", [0, 2])
@@ -540,7 +543,7 @@ def test_a_stop_string_in_the_last_token(servers: Servers, stream: bool, checkpo
     new = {"messages": say("more"), "chain_id": chain["id"], "chain_append": True}
     second = server.post(CHAT, new).json()
     assert second["choices"][0]["message"]["content"] == "more"
-    assert second["usage"]["cached_tokens"] == prompt
+    assert prompt <= second["usage"]["cached_tokens"] <= prompt + len("visible"), "the rest is in the prefix cache"
     assert second["usage"]["prompt_tokens"] == prompt + len("visible\n<user:say:more\n<assistant:")
 
 

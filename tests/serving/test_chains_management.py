@@ -114,7 +114,7 @@ def test_forks_go_their_own_ways(shared: LiveServer) -> None:
         fields = {"messages": say(text), "chain_id": chain_id, "chain_append": True}
         answer = shared.post(CHAT, fields).json()
         assert (answer["chain_id"], answer["choices"][0]["message"]["content"]) == (chain_id, text)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == first["chain"]["processed_tokens"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["chain"]["processed_tokens"]
     early = shared.post(f"{CHAINS}/{first['chain_id']}/fork", {"at_tokens": first["chain"]["processed_tokens"]}).json()
     assert early["processed_tokens"] == early["total_tokens"] == first["chain"]["processed_tokens"]
     wrong = refusal(shared.post(f"{CHAINS}/{first['chain_id']}/fork", {"at_tokens": 3}), 409, "chain_prefix_mismatch")
@@ -123,7 +123,7 @@ def test_forks_go_their_own_ways(shared: LiveServer) -> None:
 
 
 def test_checkpoints_are_kept_on_demand(servers: Servers) -> None:
-    server = servers.start(settings=EngineSettings(chain_checkpoints=0))
+    server = servers.start(settings=EngineSettings(chain_checkpoints=0, prefix_cache=False))
     first = chat(server, "checkpoint")
     path = f"{CHAINS}/{first['chain_id']}"
     assert server.get(path).json()["checkpoints"] == []
@@ -150,7 +150,7 @@ def test_pins(servers: Servers) -> None:
 
 
 def test_demotion_and_return(servers: Servers) -> None:
-    server = servers.start()
+    server = servers.start(settings=EngineSettings(prefix_cache=False))  # its blocks would serve as well
     first = chat(server, "goes to the host")
     path = f"{CHAINS}/{first['chain_id']}"
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_the_openai_client(shared: LiveServer) -> None:
 
 
 def test_metrics_of_chains(servers: Servers) -> None:
-    server = servers.start()
+    server = servers.start(settings=EngineSettings(prefix_cache=False))
     first = chat(server, "counted")
     second = chat(server, "counted", "again", chain_id=first["chain_id"])
     server.post(f"{CHAINS}/{first['chain_id']}/demote")
