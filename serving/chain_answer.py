@@ -1,4 +1,4 @@
-"""What an answer says of its chain, and of rows that it shares: headers, the `chain` object, why not more was reused."""
+"""What an answer says of its chain, and of shared rows: headers, the `chain` object, why not more was reused."""
 
 from __future__ import annotations
 
