@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -168,6 +169,18 @@ def test_results_shorter_than_a_block_stay(live: LiveServer) -> None:
     client.chat(messages, prune_policy={"keep_last_tool_results": 0})
     live.wait_for(lambda: not live.state.tasks)
     assert jobs(live) == []
+
+
+def test_no_answer_waits(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(self: PolicyTurn) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(PolicyTurn, "run", slow)
+    client = Client(live.url, http=live.client)
+    answer = client.chat([{"role": "user", "content": "say:now"}], prune_policy={})
+    assert answer.text == "now"
+    assert answer.total_s < 30
+    assert len(live.state.tasks) == 1
 
 
 def test_failures_are_logged_once(live: LiveServer, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
