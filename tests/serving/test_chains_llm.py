@@ -106,7 +106,9 @@ def test_a_stop_string_in_the_last_token(llm: LLM) -> None:
     assert first.chain.total_tokens == len(first.prompt_ids) + len("hello wide")
     assert first.chain.processed_tokens == len(first.prompt_ids)
     second, report = turn(llm, "say:on\n", ChainOptions(first.chain.chain_id, append=True))
-    assert (second.text, report.reused_tokens) == ("on", len(first.prompt_ids))
+    assert second.text == "on"
+    prompt = len(first.prompt_ids)
+    assert prompt <= report.reused_tokens <= prompt + len("hello wide"), "what was shown is in the prefix cache"
 
 
 def test_a_stop_string_that_is_part_of_the_text_is_kept(llm: LLM) -> None:

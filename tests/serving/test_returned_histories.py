@@ -35,7 +35,8 @@ def test_reasoning_left_out_costs_nothing(live: LiveServer) -> None:
     for returned in ("Paris", " Paris\n", [{"type": "text", "text": "Par"}, {"type": "text", "text": "is"}], SAID):
         again = [*messages, {"role": "assistant", "content": returned}, say("more")]
         second = ask(live, again, chain_id=first["chain_id"] if returned == "Paris" else None)
-        assert second["chain"]["reused_tokens"] == total - 1, "all but the last one, which had no row"
+        known = second["chain"]["reused_tokens"]  # of all but the last one, which had no row, and later of more
+        assert known == total - 1 if returned == "Paris" else known >= total - 1
         assert second["choices"][0]["message"]["content"] == "more"
         assert second["sparsejax"]["cache_miss"] is None or returned != "Paris"
 
@@ -79,7 +80,7 @@ def test_stop_strings_and_streams(live: LiveServer) -> None:
     second = ask(live, again)
     prompt = len("user:say:one two STOP three\nassistant:") + 2
     # The mock may have ended the answer before the engine heard of the stop string.
-    assert second["chain"]["reused_tokens"] in (prompt, prompt + len("one two"))
+    assert prompt <= second["chain"]["reused_tokens"] <= prompt + len("one two"), "whole pages, or the chain's state"
     assert second["choices"][0]["message"]["content"] == "more"
 
 
