@@ -153,11 +153,6 @@ class PruneJobs:
         """Of paths that jobs look at."""
         return self._worker.leases
 
-    def wait(self) -> None:
-        """Waits for the numbers that a job waits for."""
-        if self._worker.awaited is not None:
-            self._worker.awaited.poll(wait=True)
-
     def step(self, quiet: bool = True) -> bool:
         """One slice of the first job that can go on. Returns whether any is unfinished; `moved`: something was done.
 

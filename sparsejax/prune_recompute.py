@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsejax.cache import row_layout
-from sparsejax.cache.radix_records import Lease, Match, StalePlanError
+from sparsejax.cache.radix_records import Match, StalePlanError
 from sparsejax.cache.radix_tree import Cut
 from sparsejax.cache.row_layout import Cuts
 from sparsejax.errors import RequestError
@@ -76,8 +76,8 @@ class Recomputer:
             pages.adopt(self._old(target)[..., : text.first // self.page_size])
             yield from self._compute(request.method, text, pages, target)
             self._check(target, text)
-            while self._hindered(target, text, lease):
-                yield Wait(Slice.BLOCKED, "others read what is behind the ranges")
+            while self._hindered(target, text):
+                yield Wait(Slice.BLOCKED, "a text is pinned that goes another way behind the ranges")
                 self._check(target, text)
             freed = self._exchange(request, target, text, tokens, pages)
             moved = target.chain is not None
@@ -164,11 +164,10 @@ class Recomputer:
         if not all(block.alive and block.pages is pages for block, pages in zip(blocks, text.held, strict=True)):
             raise StalePlanError("a path has changed")
 
-    def _hindered(self, target: Target, text: _Text, lease: Lease | None) -> bool:
+    def _hindered(self, target: Target, text: _Text) -> bool:
         if text.match is None:
             return False
-        own = [lease] if target.chain is None else [lease, target.chain.payload.lease]
-        return self.radix.index.hindered(text.match.blocks, target.ranges[0][1] // self.page_size, own)
+        return self.radix.index.pinned_beside(text.match.blocks, target.ranges[0][1] // self.page_size)
 
     def _exchange(
         self, request: PruneRequest, target: Target, text: _Text, kept: Sequence[np.ndarray], pages: RowPages

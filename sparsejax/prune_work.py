@@ -29,9 +29,9 @@ class Awaited:
         self._ticket = ticket
         self.value: Any = None
 
-    def poll(self, wait: bool = False) -> bool:
-        """Takes the result if it is there, or waits for it. Returns whether it was taken."""
-        if self.value is None and (wait or call_runner(self._ticket.is_ready)):
+    def poll(self) -> bool:
+        """Takes the result if it is there. Returns whether it was taken."""
+        if self.value is None and call_runner(self._ticket.is_ready):
             self.value = call_runner(self._ticket.result)
         return self.value is not None
 

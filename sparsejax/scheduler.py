@@ -25,7 +25,8 @@ from sparsejax.request import TokenEvent, TokenLogprob
 from sparsejax.rows import Sequence, State
 
 _DISK_WAIT_S = 0.01  # before other threads are heard again
-_BLOCKED_WAIT_S = 0.005  # before prune jobs that wait for others are looked at again
+_RESULT_WAIT_S = 0.001  # before the numbers that a prune job waits for are asked for again
+_BLOCKED_WAIT_S = 0.005  # the same for jobs that wait for others
 
 
 class Scheduler(Lifecycle):
@@ -69,7 +70,7 @@ class Scheduler(Lifecycle):
         elif any(self.chains.loading(seq) for seq in self.waiting):
             self.chains.tiers.wait(_DISK_WAIT_S)
         elif self.prunes.awaits_result:
-            self.prunes.wait()
+            self.pause(_RESULT_WAIT_S)
         elif self.groups:
             self._break_impasse()
         elif self.prunes.pending:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sparsejax.cache.radix_keep import RadixKeeper
@@ -26,21 +26,9 @@ class RadixHealer(RadixKeeper):
         finally:
             self._release = release
 
-    def hindered(self, path: Sequence[Block], behind: int, own: Collection[Lease | None]) -> bool:
-        """Whether somebody has, or pins, what an exchange behind so many blocks of a path would take from him.
-
-        Args:
-          path: blocks of a text.
-          behind: blocks before those that are exchanged.
-          own: leases that don't count.
-        """
-        mine: dict[Block, int] = {}
-        for lease in own:
-            for block in lease.blocks if lease is not None else ():
-                mine[block] = mine.get(block, 0) + 1
-        if any(block.refs > mine.get(block, 0) for block in path[behind:]):
-            return True
-        return any(block.held for block in self._beside(path, behind))
+    def pinned_beside(self, path: Sequence[Block], behind: int) -> bool:
+        """Whether a text is pinned that parts from a path behind so many of its blocks."""
+        return any(block.pins for block in self._beside(path, behind))
 
     def _beside(self, path: Sequence[Block], behind: int) -> Iterator[Block]:
         """Blocks below those of a path, but not on it: parents first."""
@@ -55,19 +43,23 @@ class RadixHealer(RadixKeeper):
     def heal(self, path: Sequence[Block], behind: int, rows: Sequence[tuple[Any, ...] | None]) -> None:
         """Puts other rows in the place of those of a path, and gives up all texts that part from it behind.
 
-        Those who read the path now, and may go on with the same text, publish nothing of it any more.
+        Those who have the path, or such a text, keep their rows and publish nothing more: what they compute belongs to
+        the old rows.
 
         Args:
-          path: blocks of a text; nobody hinders it (see `hindered`).
+          path: blocks of a text, leased by the caller; no text is pinned that parts from it behind.
           behind: blocks before those that are exchanged.
           rows: of each block behind, as many payloads as it has, which are the index's from now on; None for hollow
             ones.
         """
-        on = set(map(id, path))
-        for lease in self.leases:
-            if lease.blocks and id(lease.blocks[-1]) in on:
-                lease.closed = True
         beside = sorted(self._beside(path, behind), key=lambda block: (-block.depth, block.digest))
+        gone, on = set(map(id, beside)), set(map(id, path))
+        for lease in self.leases:
+            while lease.blocks and id(lease.blocks[-1]) in gone:
+                self._hold(lease.blocks.pop(), refs=-1)
+                lease.columns.pop()
+                lease.closed = True
+            lease.closed = lease.closed or (bool(lease.blocks) and id(lease.blocks[-1]) in on)
         for block in beside:
             if block.alive and not block.children:
                 self._remove(block)

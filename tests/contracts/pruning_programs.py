@@ -105,7 +105,7 @@ class Program:
         self.ids.append(self.bench.submit(prompt, max_tokens, method, prefix=prefix, n=1 + (twist % 5 == 4)))
 
     def turn(self, which: int, more: int, max_tokens: int, twist: int) -> None:
-        done = [r for r in self.ids if self.bench.events[r] and self.bench.last(r).chain is not None]
+        done = [r for r in self.ids if self.bench.of(r) and self.bench.last(r).chain is not None]
         done = [r for r in done if self.bench.reason(r) == "length" and self.bench.last(r).chain.chain_id]
         method, chain_id, prompt = METHODS[twist % 3], None, [*words(90, which % 2)[: more * 3], *words(5, twist)]
         if done and twist % 4:

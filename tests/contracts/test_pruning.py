@@ -628,22 +628,40 @@ def test_exact_mode_of_a_chain(swap: bool) -> None:
     bench.check_all_free()
 
 
-def test_exact_mode_waits_for_those_who_read_behind() -> None:
+def test_88_exact_mode_leaves_their_rows_to_those_who_read_behind() -> None:
     bench = Pruned()
     bench.serve(words(80), 1)
-    reader = bench.submit([*words(80), 9], 40)
-    bench.step(3)
-    jobs = bench.scheduler.prunes
-    late = bench.prune(words(80), (8, 24), recompute=True, run=False)
-    early = bench.prune(words(80), (8, 24), recompute=True, run=False, block_timeout_s=0.1)
-    bench.step(20)
-    assert not jobs.get(late.prune_id, "").ended
+    report, output = bench.turn([*words(80), 9], 10)
+    talk = [*words(80), 9, *output]
+    reader = bench.submit([*words(80), 8], 40)
+    other = bench.submit([*words(60), 8], 40)
+    bench.step(5)
+    expected = masked(words(80), set(range(8, 24))).read([1])
+    info = bench.prune(words(80), (8, 24), recompute=True)
+    assert info.status == "completed"
+    assert bench.reason(reader) is None
     bench.run()
-    bench.check_done(reader)
-    assert jobs.get(early.prune_id, "").status == "blocked"
-    assert jobs.get(late.prune_id, "").status == "completed"
-    expected = masked(words(80), set(range(8, 24))).read([1]).generate(8, bench.seed())
-    assert bench.tokens_on([*words(80), 1]) == expected
+    bench.check_done(reader, other)
+    alone = bench.runner.generate([*talk, 1], 5, bench.seed())
+    assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == alone, "it was not named"
+    for more in ([], bench.tokens(reader), [7]):
+        text = masked([*words(80), 8, *more], set(range(8, 24))).read([1])
+        assert bench.tokens_on([*words(80), 8, *more, 1]) == text.generate(8, bench.seed() - 1)
+    assert bench.tokens_on([*words(80), 1]) == expected.generate(8, bench.seed() - 1)
+    bench.check_all_free()
+
+
+def test_exact_mode_waits_for_pins() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.serve([*words(60), *words(20, 5)], 1)
+    scope = bench.scheduler.chains.scope("dense", "", "")
+    pin = bench.index.pin(scope, np.array([*words(60), *words(20, 5)], np.uint32), 1e6)
+    info = bench.prune(words(80), (8, 24), recompute=True, block_timeout_s=0.1)
+    assert info.status == "blocked"
+    assert "pinned" in info.error["message"]
+    bench.index.unpin(pin)
+    assert bench.prune(words(80), (8, 24), recompute=True).status == "completed"
     bench.check_all_free()
 
 
