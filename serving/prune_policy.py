@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from sparsejax.errors import EngineDeadError, PrefixNotFoundError, PruneError, RequestError
+from sparsejax.errors import EngineDeadError, PruneError, RequestError
 from sparsejax.prune_records import POLICIES, PrunePart, PruneRequest
 from sparsejax.request import ChainOptions, PrefixOptions
 from sparsejax.serving import prompts
@@ -23,11 +24,10 @@ from sparsejax.serving.history import Conversation
 from sparsejax.serving.message_spans import Span, aligned, spans
 from sparsejax.serving.protocol import ChatBody
 from sparsejax.serving.state import Served, ServerState
-from sparsejax.serving.talks import digest_of_ids
 from sparsejax.serving.tool_results import Result
 
 if TYPE_CHECKING:
-    from sparsejax.cache.chain import Chain
+    from sparsejax.cache.radix_tree import Cut as PrunedRange
     from sparsejax.caches import Caches
 
 T = TypeVar("T")
@@ -167,11 +167,14 @@ class PolicyTurn:
         options = ChainOptions(salt=self.prefix.salt, tenant=self.prefix.tenant)
         steps = conversation.steps(self.method, options).steps if old else []
         keys = {index: steps[index].digest for index in old}
-        known = {index: result for index in old if (result := results.get(keys[index])) is not None}
-        known = {index: result for index, result in known.items() if result.digest == _digest(ids, result.span)}
+        found = {index: result for index in old if (result := results.get(keys[index])) is not None}
+        digests = _digests(ids, [result.span for result in found.values()])
+        known = {index: result for index, result in found.items() if result.digest == digests[result.span]}
         new = [index for index in old if index not in known]
-        for index, span in (spans(self.served.tokenizer, conversation, ids, new) if new else {}).items():
-            known[index] = Result(span, _digest(ids, span))
+        looked = spans(self.served.tokenizer, conversation, ids, new) if new else {}
+        digests = _digests(ids, looked.values())
+        for index, span in looked.items():
+            known[index] = Result(span, digests[span])
             results.put(keys[index], known[index])
         cuts = []
         for index in old:
@@ -186,9 +189,12 @@ class PolicyTurn:
     def _submit(self, caches: Caches, cuts: Sequence[Cut], ids: np.ndarray) -> str | None:
         """On the engine's thread: one job for what has more rows than it should."""
         chain = caches.chains.index.chains.get(self.chain_id or "")
-        cuts = [
-            cut for cut in cuts if not self._under_way(caches, cut) and self._rows(caches, chain, ids, cut) > cut.keep
-        ]
+        scope = caches.chains.scope(self.method, self.prefix.salt, self.prefix.tenant)
+        index = caches.radix.index
+        match = index.match(scope, ids[: cuts[-1].stop], whole=True)
+        held = [(len(match.blocks) * index.block_tokens, match.lost)]
+        held += [] if chain is None else [(chain.processed, chain.cuts)]
+        cuts = [cut for cut in cuts if not self._under_way(caches, cut) and _rows(cut, held) > cut.keep]
         if not cuts:
             return None
         request = PruneRequest(
@@ -219,19 +225,6 @@ class PolicyTurn:
         except RequestError:  # forgotten
             return False
 
-    def _rows(self, caches: Caches, chain: Chain | None, ids: np.ndarray, cut: Cut) -> int:
-        """Rows that a range has, in the chain or on the path that others find; 0 where it can't be cut by itself."""
-        found = 0
-        if chain is not None and cut.stop <= chain.processed:
-            found = cut.stop - cut.start
-            found -= sum(old.missing for old in chain.cuts if cut.start <= old.start and old.stop <= cut.stop)
-        scope = caches.chains.scope(self.method, self.prefix.salt, self.prefix.tenant)
-        try:
-            (rows,) = caches.radix.index.plan_cut(scope, ids, [(cut.start, cut.stop)])
-        except (PruneError, PrefixNotFoundError):
-            return found
-        return max(found, len(rows.positions))
-
 
 def old_results(messages: Sequence[Mapping[str, Any]], keep_last: int) -> list[int]:
     """Indexes of the results of tools, in order, without the last `keep_last`."""
@@ -239,5 +232,28 @@ def old_results(messages: Sequence[Mapping[str, Any]], keep_last: int) -> list[i
     return found[: max(0, len(found) - keep_last)]
 
 
-def _digest(ids: np.ndarray, span: Span | None) -> bytes:
-    return b"" if span is None else digest_of_ids(ids[: span[1]])
+def _rows(cut: Cut, held: Iterable[tuple[int, Sequence[PrunedRange]]]) -> int:
+    """Most rows that a range has, 0 where it can't be cut by itself.
+
+    Args:
+      held: tokens that are there, and ranges of them that were pruned, of the path and of the chain.
+    """
+    found = 0
+    for tokens, pruned in held:
+        inside = [old for old in pruned if old.start < cut.stop and cut.start < old.stop]
+        if any(old.start < cut.start or cut.stop < old.stop for old in inside):
+            return 0
+        if cut.stop <= tokens:
+            found = max(found, cut.stop - cut.start - sum(old.missing for old in inside))
+    return found
+
+
+def _digests(ids: np.ndarray, spans: Iterable[Span | None]) -> dict[Span | None, bytes]:
+    """Of all ids up to the end of each span."""
+    found: dict[Span | None, bytes] = {None: b""}
+    hasher, done = hashlib.blake2b(digest_size=16), 0
+    for span in sorted({span for span in spans if span is not None}, key=lambda span: span[1]):
+        hasher.update(np.ascontiguousarray(ids[done : span[1]], "<u4").tobytes())
+        done = span[1]
+        found[span] = hasher.digest()
+    return found
