@@ -13,8 +13,8 @@ pruning   a conversation of tool results, --context tokens. The oldest results g
           messages itself ("edited"), with nothing pruned, and with nothing cached ("whole"). "path" is a turn without a
           chain, "chain" one of the conversation's chain.
 quality   --cases conversations with passwords in tool results. Some results are pruned, then one that was kept is asked
-          for: rank and log-probability of the answer's token, against the same text computed whole. Only cases count
-          in which that ranks the answer first.
+          for, and one that was not: rank and log-probability of the answer's token, against the same text computed
+          whole. Only cases count in which that ranks the answer from what is kept first.
 
 Times are those of the client's socket.
 """
@@ -36,7 +36,18 @@ import httpx
 from benchmarks import common, quiet
 from benchmarks.conversation import Message, script, system_prompt
 from benchmarks.load import client
-from benchmarks.prune_cases import Case, Found, compare, goals, make_case, oldest, sharing, transcript, without
+from benchmarks.prune_cases import (
+    Case,
+    Found,
+    Question,
+    answers,
+    goals,
+    make_case,
+    oldest,
+    sharing,
+    transcript,
+    without,
+)
 from benchmarks.quality import tasks
 from benchmarks.served import PATH, Model, Server, model_of, quick_server, without_opening
 from sparsejax.serving.client import Client
@@ -55,7 +66,7 @@ QUICK: dict[str, Any] = {
     "result_tokens": 150,
     "cases": 2,
     "most_tried": 2,
-    "results": 5,
+    "results": 6,
     "result_words": 30,
 }
 
@@ -198,42 +209,47 @@ class Bench:
         options = self.arguments
         vocabulary = tasks.Vocabulary.of(lambda text: self._plain_ids(text), common.prose())
         sides = ["full", "edited", "drop", *(f"{policy} {options.keep:g}" for policy in options.policies)]
-        found: dict[str, list[Found]] = {side: [] for side in sides}
+        found: dict[str, list[tuple[Found, Found]]] = {side: [] for side in sides}
         tried = 0
         while len(found["full"]) < options.cases and tried < options.most_tried:
             case = make_case(vocabulary, options.results, options.result_words, options.share, options.seed + tried)
             tried += 1
-            full = await self.answer("full", case, vocabulary)
-            if full.rank > 1 and not options.quick:
-                print(f"case {tried}: the whole text ranks the answer {full.rank}, so it does not count", flush=True)
+            full = await self.answers("full", case, vocabulary)
+            if full[0].rank > 1 and not options.quick:
+                print(f"case {tried}: the whole text ranks the answer {full[0].rank}, so it does not count", flush=True)
                 continue
             found["full"].append(full)
             for side in sides[1:]:
-                found[side].append(await self.answer(side, case, vocabulary))
-            shown = [f"{side} {own[-1].logprob:.2f} ({own[-1].rank})" for side, own in found.items()]
+                found[side].append(await self.answers(side, case, vocabulary))
+            last = {side: own[-1] for side, own in found.items()}
+            shown = [f"{side} {kept.logprob:.2f} ({kept.rank}; {gone.rank})" for side, (kept, gone) in last.items()]
             print(f"case {len(found['full'])}: {', '.join(shown)}", flush=True)
         if not found["full"]:
             raise SystemExit(f"the whole text answers none of {tried} cases")
-        return {"tried": tried, "sides": {side: compare(own, found["full"]) for side, own in found.items()}}
+        return {"tried": tried, "sides": answers(found)}
 
-    async def answer(self, side: str, case: Case, vocabulary: tasks.Vocabulary) -> Found:
-        """The answer's token, forced, after what one side does to the conversation before the question."""
+    async def answers(self, side: str, case: Case, vocabulary: tasks.Vocabulary) -> tuple[Found, Found]:
+        """What is said of a result that stays and of one that goes, after what one side does to the history."""
         salt = self.salt(side.split()[0])
-        messages = case.edited if side == "edited" else list(case.messages)
+        history = case.edited if side == "edited" else list(case.history)
         if side not in ("full", "edited"):
             policy, _, keep = side.partition(" ")
-            await self.ask(case.history, cache_salt=salt, max_tokens=1, min_tokens=1)
-            freed = self.prune(case.history, case.pruned, float(keep or 0), policy, cache_salt=salt)
-            if not freed:
+            await self.ask(history, cache_salt=salt, max_tokens=1, min_tokens=1)
+            if not self.prune(history, case.pruned, float(keep or 0), policy, cache_salt=salt):
                 raise SystemExit(f"{side}: no row went")
+        return self.answer(history, case.kept, vocabulary, salt), self.answer(history, case.gone, vocabulary, salt)
+
+    def answer(self, history: Sequence[Message], question: Question, vocabulary: tasks.Vocabulary, salt: str) -> Found:
+        """The answer's token, forced."""
+        messages = [*history, *question.messages]
         ids = [*self.ids(messages, add_generation_prompt=False, continue_final_message=True), *vocabulary.glue]
-        word = vocabulary.first[case.word]
+        word = vocabulary.first[question.word]
         body = {"model": self.model.name, "prompt_token_ids": ids, "max_tokens": 1, "temperature": 0.0}
         body |= {"logit_bias": {str(word): 100}, "logprobs": True, "top_logprobs": MOST_RANKED}
         body |= {"ignore_eos": True, "chain": False, "cache_salt": salt}
         answer = self.http.post(self.root + PATH, json=body, timeout=self.arguments.timeout_s)
         if answer.status_code != 200:
-            raise SystemExit(f"{side}: {answer.text[:500]}")
+            raise SystemExit(f"a question failed: {answer.text[:500]}")
         usage, (token,) = answer.json()["usage"], answer.json()["choices"][0]["logprobs"]["content"]
         better = sum(one["logprob"] > token["logprob"] for one in token["top_logprobs"])
         details = usage["prompt_tokens_details"]
@@ -314,9 +330,10 @@ def table(result: Mapping[str, Any]) -> str:
         rows = [
             [name, f"{side['probability_over_full']:.3f}"]
             + [f"{side[key][0]:.0%}" for key in ("ranked_first", "within_5_percent")]
+            + [f"{side['gone']['ranked_first'][0]:.0%}"]
             for name, side in result["quality"]["sides"].items()
         ]
-        parts.append(common.table(("side", "p / whole text", "first", "within 5%"), rows))
+        parts.append(common.table(("side", "p / whole text", "first", "within 5%", "gone: first"), rows))
     return "\n\n".join(parts)
 
 

@@ -24,28 +24,32 @@ _LEAD = 'The password of the {key} is "{key}'
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A conversation whose last message begins an answer.
+class Question:
+    """Two messages behind a history: what is asked, and the answer's beginning; `word` of the vocabulary is next."""
 
-    Attributes:
-      messages: all of them; the last one is the answer's beginning.
-      pruned: indexes of the results that are to go. The fact asked for is in one that stays.
-      word: the answer's next word, one of the vocabulary.
-    """
-
-    messages: tuple[Message, ...]
-    pruned: tuple[int, ...]
+    messages: tuple[Message, Message]
     word: int
 
-    @property
-    def history(self) -> list[Message]:
-        """What the server has seen before the question."""
-        return list(self.messages[:-2])
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A conversation, and what is asked about it.
+
+    Attributes:
+      history: its messages before the question.
+      pruned: indexes of the results that are to go.
+      kept, gone: questions about a result that stays, and about one that goes.
+    """
+
+    history: tuple[Message, ...]
+    pruned: tuple[int, ...]
+    kept: Question
+    gone: Question
 
     @property
     def edited(self) -> list[Message]:
-        """The same conversation from a client that takes these results out itself."""
-        return without(self.messages, self.pruned)
+        """The history of a client that takes these results out itself."""
+        return without(self.history, self.pruned)
 
 
 def without(messages: Sequence[Message], indexes: Sequence[int]) -> list[Message]:
@@ -56,13 +60,17 @@ def without(messages: Sequence[Message], indexes: Sequence[int]) -> list[Message
 def make_case(vocabulary: tasks.Vocabulary, results: int, result_words: int, share: float, seed: int) -> Case:
     """A conversation with `results` pages of about `result_words` words, of which a share is to go.
 
-    Four pages state a password: two that stay, of which one is asked for, and two that go.
+    Four pages state a password: two that stay and two that go.
+
+    Raises:
+      ValueError: fewer than two pages stay or go.
     """
     rng = random.Random(seed)
     number = round(results * share)
+    if not 2 <= number <= results - 2:
+        raise ValueError(f"{number} of {results} results go: at least two must, and two must stay")
     gone = sorted(rng.sample(range(results), number))
-    stay = [i for i in range(results) if i not in gone]
-    places = [*rng.sample(stay, min(2, len(stay))), *rng.sample(gone, min(2, number))]
+    places = [*rng.sample([i for i in range(results) if i not in gone], 2), *rng.sample(gone, 2)]
     keys = rng.sample(tasks.PLACES, len(places))
     values = rng.sample(range(len(vocabulary.words)), len(places))
     told = dict(zip(places, zip(keys, values, strict=True), strict=True))
@@ -79,13 +87,14 @@ def make_case(vocabulary: tasks.Vocabulary, results: int, result_words: int, sha
         messages.append(
             {"role": "tool", "content": json.dumps({"status": "ok", "page": i + 1, "text": " ".join(page)})}
         )
-    key, value = told[places[0]]
     messages.append({"role": "assistant", "content": "I have read all pages."})
-    messages += [
-        {"role": "user", "content": _ASK.format(key=key)},
-        {"role": "assistant", "content": _LEAD.format(key=key)},
-    ]
-    return Case(tuple(messages), tuple(3 + 2 * i for i in gone), value)
+
+    def question(key: str, value: int) -> Question:
+        ask = {"role": "user", "content": _ASK.format(key=key)}
+        return Question((ask, {"role": "assistant", "content": _LEAD.format(key=key)}), value)
+
+    kept, lost = question(*told[places[0]]), question(*told[places[2]])
+    return Case(tuple(messages), tuple(3 + 2 * i for i in gone), kept, lost)
 
 
 def transcript(script: Script, title: str = "Notes") -> list[Message]:
@@ -136,6 +145,15 @@ def compare(found: Sequence[Found], full: Sequence[Found]) -> dict[str, Any]:
         "cached_tokens": statistics.fmean(one.cached_tokens for one in found),
         "resident_tokens": statistics.fmean(one.resident_tokens for one in found),
     }
+
+
+def answers(found: Mapping[str, Sequence[tuple[Found, Found]]]) -> dict[str, Any]:
+    """Of each side, its answers from results that stay and from those that go, against those of the side "full"."""
+    (kept, gone) = zip(*found["full"], strict=True)
+    sides = {side: compare([one for one, _ in own], kept) for side, own in found.items()}
+    for side, own in found.items():
+        sides[side]["gone"] = compare([one for _, one in own], gone)
+    return sides
 
 
 def sharing(shared: int, block: int, answers: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -162,6 +162,7 @@ def prefix_prune(record: Record) -> str:
         for name, side in found["sides"].items():
             cells = [f"{side['probability_over_full']:.3f}", f"{math.exp(side['worst_logprob_over_full']):.3f}"]
             cells += [_interval(side[key]) for key in ("ranked_first", "within_5_percent")]
+            cells.append(_interval(side["gone"]["ranked_first"]))
             rows.append([name, *cells, f"{side['resident_tokens']:,.0f} of {side['cached_tokens']:,.0f}"])
         header = [
             "rows",
@@ -169,6 +170,7 @@ def prefix_prune(record: Record) -> str:
             "worst case",
             "ranked first",
             "within 5% of full",
+            "ranked first, of what was pruned",
             "cached tokens with rows",
         ]
         said = (

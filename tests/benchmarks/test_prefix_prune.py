@@ -17,28 +17,28 @@ WORDS = ("apple", "banana", "copper", "dragon", "eagle")
 VOCABULARY = Vocabulary(WORDS, (1, 2, 3, 4, 5), ())
 
 
-def test_a_case_asks_for_what_stays():
+def test_a_case_asks_for_what_stays_and_for_what_goes():
     for seed in range(20):
         case = prune_cases.make_case(VOCABULARY, 6, 20, 0.5, seed)
         assert case == prune_cases.make_case(VOCABULARY, 6, 20, 0.5, seed)
         assert len(case.pruned) == 3
-        assert {case.messages[i]["role"] for i in case.pruned} == {"tool"}
-        lead = case.messages[-1]["content"]
-        stated = f'{lead} {WORDS[case.word]}"'
-        holds = [
-            i
-            for i, m in enumerate(case.messages)
-            if stated in str(json.loads(m["content"]) if m["role"] == "tool" else "")
-        ]
-        assert len(holds) == 1, "the fact is stated once"
-        assert holds[0] not in case.pruned
-        assert sum("password of" in m["content"] for i, m in enumerate(case.messages) if i in case.pruned) == 2
-        assert case.history == list(case.messages[:-2])
+        assert {case.history[i]["role"] for i in case.pruned} == {"tool"}
+        texts = [json.loads(m["content"])["text"] if m["role"] == "tool" else "" for m in case.history]
+        for question, goes in ((case.kept, False), (case.gone, True)):
+            ask, lead = question.messages
+            assert (ask["role"], lead["role"]) == ("user", "assistant")
+            (place,) = [i for i, text in enumerate(texts) if f'{lead["content"]} {WORDS[question.word]}"' in text]
+            assert (place in case.pruned) == goes
+        assert [
+            sum("password of" in texts[i] for i in range(len(texts)) if (i in case.pruned) == goes) for goes in (0, 1)
+        ] == [2, 2]
+    with pytest.raises(ValueError, match="1 of 6 results go"):
+        prune_cases.make_case(VOCABULARY, 6, 20, 0.2, 0)
 
 
 def test_an_edited_case_says_less():
     case = prune_cases.make_case(VOCABULARY, 6, 20, 0.5, 3)
-    changed = [i for i, (a, b) in enumerate(zip(case.messages, case.edited, strict=True)) if a != b]
+    changed = [i for i, (a, b) in enumerate(zip(case.history, case.edited, strict=True)) if a != b]
     assert tuple(changed) == case.pruned
     assert {case.edited[i]["content"] for i in changed} == {"(removed)"}
 
@@ -74,6 +74,16 @@ def test_sides_are_compared_case_by_case():
     assert found["worst_logprob_over_full"] == pytest.approx(-2.0)
     assert found["probability_over_full"] == pytest.approx(math.exp(-2.02 / 3))
     assert (found["cached_tokens"], found["resident_tokens"]) == (90, 50)
+
+
+def test_answers_of_both_kinds():
+    pairs = [(Found(-0.1, 1), Found(-0.2, 1))] * 2
+    lost = [(Found(-0.1, 1), Found(-5.2, 21)), (Found(-0.1, 1), Found(-0.2, 1))]
+    found = prune_cases.answers({"full": pairs, "drop": lost})
+    assert found["drop"]["ranked_first"][0] == 1.0
+    assert found["drop"]["gone"]["ranked_first"][0] == 0.5
+    assert found["drop"]["gone"]["worst_logprob_over_full"] == pytest.approx(-5.0)
+    assert found["full"]["gone"]["ranked_first"][0] == 1.0
 
 
 def result(prefilled=200, over=6.0, kept=0.995, behind=0, freed=1000, cached=0, first=1.0, cases=30):

@@ -391,7 +391,7 @@ def test_recall_and_agents():
     found = record(cases=50, tried=61, sides={"snapkv": side}, **GOALS)
     found["manifest"] = MANIFEST | {"arguments": {"turns": 12, "look_after": 8}}
     text = report.SECTIONS["chain_recall"][1](found)
-    assert "| snapkv | -0.500 | 0.97 | 1 | 96% [90%, 99%] | 50% [40%, 60%] | 12% | 100 of 1,500 |" in text
+    assert "| snapkv | -0.500 | 0.97 | 1 | 96% [90%, 99%] | 50% [40%, 60%] | - | 12% | 100 of 1,500 |" in text
     assert "(61 tried)" in text
 
     one = {"requests": 200, "failed_requests": 0, "requests_per_s": 4.0, "prefilled_tokens": 9000}
@@ -421,6 +421,7 @@ def test_shared_prefixes_and_pruning():
     over = {"path": {"edited": ratio(6.5), "whole": ratio(15.0)}}
     full = {"cases": 30, "probability_over_full": 1.0, "worst_logprob_over_full": 0.0, "cached_tokens": 0.0}
     full |= {"ranked_first": [1.0, 0.9, 1.0], "within_5_percent": [0.5, 0.4, 0.6], "resident_tokens": 0.0}
+    full["gone"] = {"ranked_first": [0.25, 0.1, 0.4]}
     drop = full | {"worst_logprob_over_full": -0.6931471805599453, "cached_tokens": 1200.0, "resident_tokens": 700.0}
     quality = {"tried": 41, "sides": {"full": full, "drop": drop}}
     found = record(
@@ -434,7 +435,7 @@ def test_shared_prefixes_and_pruning():
     assert "| path | 6,100 | 5,900 | 2,900 | 625 | 6.5x (6.0 to 7.0) | 15.0x (14.5 to 15.5) |" in text
     assert "| whole | 6,100 | 5,900 | 2,900 | 625 | - | - |" in text
     assert "30 questions about results that stay, after 60% of the results were pruned (41 tried" in text
-    assert "| drop | 1.000 | 0.500 | 100% [90%, 100%] | 50% [40%, 60%] | 700 of 1,200 |" in text
+    assert "| drop | 1.000 | 0.500 | 100% [90%, 100%] | 50% [40%, 60%] | 25% [10%, 40%] | 700 of 1,200 |" in text
     assert "| fast | 1.23 | met |" in text
     for part in ("sharing", "pruning", "quality"):
         del found["result"][part]
