@@ -845,3 +845,110 @@ def test_jobs_are_bounded() -> None:
     with pytest.raises(PruneNotFoundError):
         jobs.get(queued[0], "")
     bench.check_all_free()
+
+
+# What other states of a chain, and other rows of its text, have to do with it.
+
+
+def test_a_chain_gives_back_the_pages_of_its_ranges() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    pool = bench.scheduler.memory.pool
+    free = pool.free_head_pages
+    info = bench.prune([*words(60), *output], (8, 24), chain_id=report.chain_id)
+    assert info.result["freed_pages"] == 4
+    assert pool.free_head_pages - free == 4 * bench.scheduler.limits.geometry.head_pages_per_sequence_page
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_chain_that_goes_back_has_the_rows_of_then(first: bool) -> None:
+    bench = Pruned({"chain_checkpoints": 4})
+    report, output = bench.turn(words(40), 10)
+    talk, gone = [*words(40), *output], set(range(8, 24)) if first else set()
+    if first:
+        bench.prune(talk, (8, 24), chain_id=report.chain_id)
+    text = Masked(talk[:49]).drop(gone)
+    more = [*talk, *words(20, 3)]
+    report, output = bench.turn(more, 6, report.chain_id, on_miss="error")
+    more += output
+    bench.prune(more, (52, 60), chain_id=report.chain_id)
+    other = [*talk, *words(5, 7)]
+    expected = text.read(other[49:]).generate(5, bench.seed())
+    report, output = bench.turn(other, 5, report.chain_id, on_miss="error", branch="rewind")
+    assert (report.status, output) == ("rewound", expected)
+    assert report.quality["pruned_tokens"] == len(gone)
+    bench.check_all_free()
+
+
+def test_chains_publish_no_decoded_tokens_of_methods_that_select() -> None:
+    bench = Pruned()
+    options = {"method": "selects", "prefix": None}
+    first = bench.submit(words(20), 10, chain=ChainOptions(), **options)
+    bench.run()
+    talk = [*words(20), *bench.tokens(first), *words(9, 3)]
+    chain_id = bench.last(first).chain.chain_id
+    second = bench.submit(talk, 10, chain=ChainOptions(chain_id, on_miss="error"), **options)
+    bench.run()
+    bench.check_done(first, second)
+    assert bench.serve([*talk, *bench.tokens(second), 1], method="selects") == 20
+    bench.check_all_free()
+
+
+def test_what_a_chain_computes_on_fewer_rows_is_not_exact_for_others() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    bench.prune(talk, (8, 24), chain_id=report.chain_id)
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert bench.scheduler.chains.tiers.demote(chain)
+    bench.index.evict(1 << 30)
+    bench.serve(words(40), 1)
+    text = Masked(talk[:69]).drop(range(8, 24)).read([*talk[69:], 1])
+    report, output = bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")
+    assert (report.restored_from, output) == ("host", text.generate(5, bench.seed() - 1))
+    longer = [*talk, 1, *output, 2]
+    exact = bench.submit(longer, 8, prefix=PrefixOptions(exact=True))
+    bench.run()
+    bench.check_done(exact)
+    assert bench.last(exact).stats.cached_tokens == 40
+    bench.check_all_free()
+
+
+def test_a_path_is_pruned_under_a_chain_that_was_pruned_before() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    bench.prune(talk, (8, 24), chain_id=report.chain_id)
+    bench.prune(talk, (4, 68))
+    text = Masked(talk[:69]).drop(range(8, 24)).read([*talk[69:], *words(9, 3)])
+    expected = text.generate(5, bench.seed())
+    report, output = bench.turn([*talk, *words(9, 3)], 5, report.chain_id, on_miss="error")
+    assert output == expected
+    path = Masked(talk[:68]).drop(range(4, 68)).read([*talk[68:], 7])
+    assert bench.tokens_on([*talk, 7]) == path.generate(8, bench.seed() - 1)
+    bench.check_all_free()
+
+
+def test_exact_mode_notices_what_is_pruned_while_it_waits() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    bench.serve([*words(60), *words(20, 5)], 1)
+    scope = bench.scheduler.chains.scope("dense", "", "")
+    pin = bench.index.pin(scope, np.array([*words(60), *words(20, 5)], np.uint32), 1e6)
+    jobs = bench.scheduler.prunes
+    late = bench.prune(words(80), (8, 24), recompute=True, run=False, block_timeout_s=1e3)
+    bench.step(10)
+    assert not jobs.get(late.prune_id, "").ended
+    for start in (0, 64):
+        assert bench.prune(words(80), (start, start + 4)).status == "completed"
+    bench.index.unpin(pin)
+    bench.run()
+    assert jobs.get(late.prune_id, "").status == "completed"
+    text = Masked(words(8)).drop(range(4))
+    for position, token in enumerate(words(80)[8:], 8):
+        text.read([token])
+        if 8 <= position < 24 or 64 <= position < 68:
+            text.drop([position])
+    assert bench.tokens_on([*words(80), 1]) == text.read([1]).generate(8, bench.seed() - 1)
+    bench.check_all_free()
