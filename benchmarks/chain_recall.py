@@ -1,6 +1,6 @@
 """Whether a fact that a method dropped comes back when it is asked for: the Chain Cache's recall, case by case.
 
-    python -m benchmarks.chain_recall --json     # 50 cases, about forty minutes on two cores
+    python -m benchmarks.chain_recall --json     # 50 cases, an hour on two cores; --workers 7: 9 minutes on 16
     python -m benchmarks.chain_recall --quick    # random weights: does it run?
 
 A conversation of --turns turns through public-domain prose. Turn 2 states a password, later ones state others, and the
@@ -225,9 +225,7 @@ Solved = tuple[int, dict[str, Found] | None]
 Cases = Generator[Solved, None, None]
 
 
-def cases(
-    arguments: argparse.Namespace, seeds: Iterable[int], show: Callable[[str], None]
-) -> Generator[Solved, None, None]:
+def cases(arguments: argparse.Namespace, seeds: Iterable[int], show: Callable[[str], None]) -> Cases:
     """Case by case in this process."""
     from sparsejax.build import build_engine
     from sparsejax.config import EngineConfig
