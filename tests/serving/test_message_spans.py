@@ -199,6 +199,35 @@ def test_93_rewritten_history(smollm2: Tokenizer) -> None:
     assert bytes_of(smollm2, ids, found[7]) == b"same"
 
 
+def test_93_a_result_that_the_ids_have_more_often(smollm2: Tokenizer) -> None:
+    """Which one is meant can't be said."""
+    new = talk_of(["changed", "the same text"])
+    ids = smollm2.encode_sealed(
+        Conversation(talk_of(["once", "the same text", "the same text"]), True, {}).sealed(smollm2)[0]
+    )
+    assert spans(smollm2, Conversation(new, True, {}), ids, [3, 5]) == {3: None, 5: None}
+
+
+class Spaced(ByteTokenizer):
+    """Begins each piece of text with a space, as some tokenizers do."""
+
+    def encode_sealed(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for token in super().encode_sealed(text):
+            if token < 256 and (not ids or ids[-1] >= 256):
+                ids.append(ord(" "))
+            ids.append(token)
+        return ids
+
+
+def test_tokenizers_that_add_a_space() -> None:
+    tokenizer: Any = Spaced()
+    messages = [message("user", "hello"), message("tool", " to you"), message("tool", "hello")]
+    ids, found = ids_and_spans(tokenizer, messages)
+    assert [bytes_of(tokenizer, ids, found[i]) for i in range(3)] == [b"hello", b" to you", b"hello"]
+    assert found[0] == (7, 12)  # <bos> user:
+
+
 def test_ids_of_a_chain_with_more_than_the_template_writes(smollm2: Tokenizer) -> None:
     """Reasoning that the template drops later stays in the chain: results behind it are found, equal ones too."""
     qwen_like = with_template(smollm2, THINKING)
