@@ -228,6 +228,28 @@ def test_tokenizers_that_add_a_space() -> None:
     assert found[0] == (7, 12)  # <bos> user:
 
 
+def test_spaces_that_the_ids_do_not_have(smollm2: Tokenizer) -> None:
+    tokenizer = with_template(smollm2, "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    new, old = (["a b", "  c d e"], ["other", " c d e"])
+    ids = tokenizer.encode_sealed(Conversation([message("user", c) for c in old], True, {}).sealed(tokenizer)[0])
+    assert spans(tokenizer, Conversation([message("user", c) for c in new], True, {}), ids, [0, 1]) == {
+        0: None,
+        1: None,
+    }
+
+
+def test_many_that_can_not_be_named_among_many_that_can(smollm2: Tokenizer) -> None:
+    written = "{% if m.role == 'user' %}{{ m.content }} {% endif %}{{ m.content }}"
+    tokenizer = with_template(
+        smollm2, "{% for m in messages %}<|im_start|>{{ m.role }}\n" + written + "<|im_end|>\n{% endfor %}"
+    )
+    messages = [message(("user", "tool")[i % 2], f"the content of number {i}") for i in range(60)]
+    ids, found = ids_and_spans(tokenizer, messages)
+    for i, span in found.items():
+        assert (span is None) == (i % 2 == 0)
+        assert span is None or bytes_of(tokenizer, ids, span).decode() == messages[i]["content"]
+
+
 def test_ids_of_a_chain_with_more_than_the_template_writes(smollm2: Tokenizer) -> None:
     """Reasoning that the template drops later stays in the chain: results behind it are found, equal ones too."""
     qwen_like = with_template(smollm2, THINKING)
