@@ -952,3 +952,30 @@ def test_exact_mode_notices_what_is_pruned_while_it_waits() -> None:
             text.drop([position])
     assert bench.tokens_on([*words(80), 1]) == text.read([1]).generate(8, bench.seed() - 1)
     bench.check_all_free()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_rows_that_all_stay_are_left_alone(recompute: bool) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    bench.prune(talk, (8, 24), keep=8, policy="kvzip_global", chain_id=report.chain_id)
+    pages, before = chain.payload.pages.held().tolist(), bench.prefilled
+    options = {"policy": "kvzip_global", "chain_id": report.chain_id, "recompute": recompute}
+    info = bench.prune(talk, (8, 24), keep=12, **options)
+    assert info.status == "completed"
+    assert (info.result["retained_tokens"], info.result["freed_device_slots"], info.result["freed_pages"]) == (8, 0, 0)
+    assert bench.prefilled == before
+    assert chain.payload.pages.held().tolist() == pages
+    bench.prune(talk, parts=(PrunePart(((8, 24),), 12), PrunePart(((32, 40),), 0)), **options)
+    stay = set(keeps(bench, [(8, 24)], 8)[0])
+    gone = {*range(8, 24), *range(32, 40)} - stay
+    text = Masked(talk[:69]).drop(gone)
+    if recompute:
+        text = Masked(talk[:32]).drop(gone - set(range(32, 40)))
+        for position, token in enumerate(talk[32:69], 32):
+            text.read([token]).drop([position] if position < 40 else [])
+    expected = text.read([*talk[69:], 1]).generate(5, bench.seed())
+    assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
