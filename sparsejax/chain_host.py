@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,20 @@ from sparsejax.settings import EngineSettings
 
 STAGING_BYTES = 1 << 30
 """Host memory for rows on their way to and from disk that the host tier has no room for."""
+
+
+class BlockMemory(Protocol):
+    """Other host memory in the same budget, which gives way to chains.
+
+    Attributes:
+      used_bytes: of the budget.
+    """
+
+    used_bytes: int
+
+    def give_way(self) -> bool:
+        """Frees some. Returns False if there is nothing left."""
+        ...
 
 
 class HostTier:
@@ -44,6 +59,7 @@ class HostTier:
         self.give_blocks: Callable[[], bool] = lambda: False
         self.spare_pages: Callable[[], int] = lambda: 0
         self.block_value: Callable[[], float | None] = lambda: None
+        self.hosted: BlockMemory | None = None  # blocks of the radix cache in host memory
         self._late: dict[str, StoredRows | None] = {}  # idle chains to be copied, and what those copies are based on
 
     def lower(self, chain: Chain) -> bool:
@@ -106,6 +122,8 @@ class HostTier:
                 return True
             if not self._to_disk(base):
                 self._let_go(self._bases.pop(chain_id))
+        while not done() and self.hosted is not None and self.hosted.give_way():
+            pass
         hosted = self.index.victims(Tier.HOST)
         for chain in self._by_value([*self._copied(), *(c for c in hosted if c.payload.visible)]):
             if done():

@@ -170,14 +170,14 @@ class Tiers(DiskTier):
     def keep(self, chain: Chain) -> None:
         """Copies an idle chain off the device, if that is wanted: what changed in its last turn. Waits for nothing."""
         base = self._bases.pop(chain.chain_id, None)
-        if isinstance(chain.payload, DeviceRows) and not self._may_leave():
+        if isinstance(chain.payload, DeviceRows) and not self.may_leave():
             self._late[chain.chain_id] = base
         else:
             self._keep(chain, base)
 
     def keep_late(self, at_once: bool = False) -> None:
         """Copies chains for which there were too many copies under way."""
-        while self._late and (at_once or self._may_leave()):
+        while self._late and (at_once or self.may_leave()):
             chain_id = next(iter(self._late))
             base, chain = self._late.pop(chain_id), self.index.chains[chain_id]
             if chain.state is ChainState.IDLE and isinstance(chain.payload, DeviceRows):
@@ -190,7 +190,12 @@ class Tiers(DiskTier):
         """Something is under way, or has to be yet."""
         return bool(self._late) or (self.disk is not None and self.disk.pending.total() > 0)
 
-    def _may_leave(self) -> bool:
+    def leaving(self, swapped: SwappedRow) -> None:
+        """A copy is under way."""
+        self._leaving.append(swapped)
+
+    def may_leave(self) -> bool:
+        """Another copy may be under way."""
         self._leaving = [swapped for swapped in self._leaving if not self._runner.arrived(swapped)]
         return sum(swapped.nbytes for swapped in self._leaving) < LEAVING_BYTES
 
@@ -228,7 +233,7 @@ class Tiers(DiskTier):
             swapped = call_runner(self._runner.export_parked, method, table, rows.parked)
         except RequestError:
             return None
-        self._leaving.append(swapped)
+        self.leaving(swapped)
         part.nbytes = swapped.nbytes
         if not self._hold(part, swapped, method, drop_chains=False, staged=persist):
             return None
@@ -334,6 +339,8 @@ class Tiers(DiskTier):
             raise IntegrityError("a part of a chain's rows has other owners than it counts")
         for space, name in ((self.host, "host memory"), (self.staging, "staging memory")):
             held = sum(part.nbytes for part in owners if part.space is space)
+            if space is self.host and self.hosted is not None:
+                held += self.hosted.used_bytes
             leased = self.disk is not None and self.disk.pending.total() > 0  # parts of chains that have ended
             if held > space.used_bytes or (held < space.used_bytes and not leased):
                 raise IntegrityError(f"the chains' {name} is miscounted: {space.used_bytes} for {held} B")

@@ -42,6 +42,8 @@ from sparsejax.settings import EngineSettings
 
 log = logging.getLogger("sparsejax.engine")
 
+LEAST_SLICE = 128
+"""Tokens that a program of a prune job has room for, if the runner has such programs."""
 TELL_S = 5.0
 """After so long a wait clients hear what is known of their chain, although more may be known when they get a row."""
 
@@ -83,11 +85,9 @@ class Lifecycle:
         self.chains = Chains(runner, self.memory, self.settings, self.metrics, clock, disk)
         self.recall = self.chains.recall
         self.recall.watch = lambda seq, ticket: self.launches.add(self.step_number, ticket, [(seq, None)], None)
-        self.radix = RadixCache(runner, self.memory, self.settings, self.metrics, clock, self.chains.scope)
-        self.chains.tiers.unlease = lambda lease: self.radix.index.release(lease, used=False)
-        self.chains.tiers.give_blocks = self.radix.reclaim
-        self.chains.tiers.spare_pages = lambda: self.radix.spare_pages
-        self.chains.tiers.block_value = self.radix.victim_value
+        self.radix = RadixCache(
+            runner, self.memory, self.settings, self.metrics, clock, self.chains.scope, self.chains.tiers
+        )
         self.chains.spares = self.radix.spares
         self.planner = PrefillPlanner(self.limits.prefill_buckets, self.settings.max_num_batched_tokens)
         targets = Targets(runner, self.memory, self.chains, self.radix)
@@ -455,13 +455,17 @@ class Lifecycle:
             self._broken.append(group.request_id)
 
     def _slice_tokens(self) -> int:
-        """Tokens of the longest program of one row that may run now beside those that decode."""
-        buckets = self.planner.buckets
+        """Tokens of the longest program of one row that prune jobs may run now beside rows that decode.
+
+        Never less than a few queries at once: in smaller pieces a job takes longer than its rows are worth.
+        """
+        sizes = sorted({tokens for _, tokens in self.planner.buckets})
+        least = next((tokens for tokens in sizes if tokens >= LEAST_SLICE), sizes[-1])
         if any(seq.state is State.DECODE for seq in self.running):
             longest_s = self.settings.stall_target_ms / 1e3
-            quick = [b for b in buckets if (self.planner.estimate_s(b) or float("inf")) <= longest_s]
-            buckets = quick or buckets[:1]
-        return max(tokens for _, tokens in buckets)
+            quick = (b for b in self.planner.buckets if (self.planner.estimate_s(b) or float("inf")) <= longest_s)
+            return max([least, *(tokens for _, tokens in quick)])
+        return sizes[-1]
 
     # Between steps.
 

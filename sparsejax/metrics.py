@@ -132,6 +132,8 @@ class EngineMetrics:
             "Pages that it holds: free to go, held by rows, conversations or pins, and of these pinned",
             "state",
         )
+        self.prefix_cache_host_blocks = Gauge("prefix_cache_host_blocks", "Pages of tokens that are in host memory")
+        self.prefix_cache_host_bytes = Gauge("prefix_cache_host_bytes", "Host memory that they take")
         self.prefix_cache_events = Counter("prefix_cache_events", "Pages of tokens that came or went", "event")
         self.prefix_cache_pruned_tokens = Counter("prefix_cache_pruned_tokens", "Tokens whose rows were pruned")
         self.prune_jobs = Counter("prune_jobs", "Prune jobs that are over, by how they ended", "status")

@@ -727,6 +727,19 @@ class MockRunner:
         self._leave("import_parked")
         return ParkedRow(state, 64)
 
+    def export_pages(self, method: str, pages: np.ndarray) -> SwappedRow:
+        self._enter("export_pages")
+        rows = self._pool[self._head_pages(self._limits.methods[method].granularity, pages)]
+        self._leave("export_pages")
+        return SwappedRow(rows, len(pages) * 64)
+
+    def import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> None:
+        self._enter("import_pages")
+        ids = self._head_pages(self._limits.methods[method].granularity, pages)
+        self._require(len(ids) == len(swapped.payload), "other pages come back than were copied")
+        self._pool[ids[ids > 0]] = swapped.payload[ids > 0]
+        self._leave("import_pages")
+
     def arrived(self, swapped: SwappedRow) -> bool:
         return self._gate.is_set()
 

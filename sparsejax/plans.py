@@ -527,6 +527,14 @@ class Runner(Protocol):
         """
         ...
 
+    def export_pages(self, method: str, pages: np.ndarray) -> SwappedRow:
+        """Copies pages of the method's granularity, int32 [n], to the host with all that is kept beside their rows."""
+        ...
+
+    def import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> None:
+        """Writes what `export_pages` has copied to as many pages, int32 [n], in the same order; 0 leaves one out."""
+        ...
+
     def arrived(self, swapped: SwappedRow) -> bool:
         """The copy is done, and takes no device memory any more."""
         ...

@@ -46,6 +46,11 @@ def gauges(radix: RadixCache, metrics: EngineMetrics) -> None:
     pinned = index.pinned_pages.total()
     for state, pages in (("free", index.free_pages), ("held", index.num_pages - index.free_pages), ("pinned", pinned)):
         metrics.prefix_cache_pages.set(pages, state=state)
+    host = radix.host
+    metrics.prefix_cache_host_blocks.set(len(host.blocks))
+    metrics.prefix_cache_host_bytes.set(host.used_bytes)
+    metrics.prefix_cache_events.set_total(host.stored, event="stored")
+    metrics.prefix_cache_events.set_total(host.promoted, event="promoted")
     for name, event in _EVENTS.items():
         metrics.prefix_cache_events.set_total(index.counts[name], event=event)
     metrics.prefix_cache_pruned_tokens.set_total(index.counts["cut_tokens"])

@@ -23,11 +23,14 @@ from sparsejax.cache.radix import RadixIndex
 from sparsejax.cache.radix_records import Lease, Match
 from sparsejax.cache.radix_tree import Scope
 from sparsejax.cache.row_layout import Cuts
+from sparsejax.chain_tiers import Tiers
+from sparsejax.errors import RequestError
 from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
+from sparsejax.radix_host import RadixHost
 from sparsejax.request import PrefixOptions
 from sparsejax.rows import RowPages, Sequence
 from sparsejax.settings import EngineSettings
@@ -37,6 +40,9 @@ MAX_PINNED_SHARES = 0.5, 0.25
 
 _PASSING_SHARE = 0.25
 """Chance that a block comes back which nobody has found so far, compared with that of a conversation's next turn."""
+
+_TOGETHER = 16
+"""Blocks that leave the pool in one copy."""
 
 _Pages = tuple[Granularity, np.ndarray]
 """A payload of the index: the pages of all layers and heads in one column of a row's table, int32 [layers * heads]."""
@@ -52,6 +58,7 @@ class RadixCache:
       metrics: counters to feed.
       clock: seconds, monotonic.
       scope_of: what divides the rows of a method, salt and tenant from others.
+      tiers: where chains are, with which it shares pages and host memory.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class RadixCache:
         metrics: EngineMetrics,
         clock: Callable[[], float],
         scope_of: Callable[[str, str, str], Scope],
+        tiers: Tiers,
     ) -> None:
         self._runner = runner
         self._memory = memory
@@ -75,6 +83,11 @@ class RadixCache:
         most = int(whole * columns), int(each * columns)
         self.index = RadixIndex(memory.geometry.page_size, self._release, clock, max_pinned_pages=most)
         memory.also_held = self.held
+        self.host = RadixHost(runner, tiers.host, tiers.may_leave, tiers.leaving)
+        self.index.on_lost = self.host.lost
+        tiers.give_blocks, tiers.block_value, tiers.hosted = self.reclaim, self.victim_value, self.host
+        tiers.unlease = lambda lease: self.index.release(lease, used=False)
+        tiers.spare_pages = lambda: self.spare_pages
 
     def _release(self, payload: _Pages) -> None:
         self._memory.pool.free(*payload)
@@ -150,6 +163,9 @@ class RadixCache:
             return
         group = seq.group
         match = self._known(seq, self._scope(seq, options), options)
+        if _fresh(seq) and not seq.promoted and self._promote(match, _beginning(seq)):
+            seq.promoted = True  # once: what goes again before it gets a row would come and go for ever
+            match = self._known(seq, self._scope(seq, options), options)
         if not _fresh(seq) and not self._beats(match, seq):
             return
         seq.lease, seq.prefix_match = self.index.lease(match), match
@@ -162,6 +178,44 @@ class RadixCache:
         seq.pages = pages
         seq.computed = seq.observed_from = seq.attached = len(match.blocks) * self.index.block_tokens
         seq.cuts, seq.tainted = match.lost, seq.lease.tainted
+
+    def _promote(self, match: Match, ids: np.ndarray) -> bool:
+        """Brings blocks that follow a match back from host memory. Returns whether there were any."""
+        size, index, host = self.index.block_tokens, self.index, self.host
+        digest = match.blocks[-1].digest if match.blocks else match.scope.seed
+        at = len(match.blocks)
+        keys = np.ascontiguousarray(ids[at * size : match.limit * size], "<u4") if host.follows(digest) else ids[:0]
+        found = host.known(digest, [keys[i : i + size].tobytes() for i in range(0, len(keys), size)])
+        if not found:
+            return False
+        granularity = self._runner.limits.methods[match.scope.method].granularity
+        shape, lease = self._memory.geometry.table_shape(granularity), index.lease(match)
+        try:
+            cells = int(np.prod(shape))
+            while found and not self._memory.fits_aside(granularity, len(found) * cells):
+                if not self.reclaim():
+                    found = found[: len(found) // 2]
+            found = [block for block in found if host.blocks.get(block.digest) is block]
+            if not found or not self._memory.fits_aside(granularity, len(found) * cells):
+                return True
+            pages = RowPages(self._memory.pool, granularity)
+            pages.restore(np.full(shape, len(found) * size, np.int32))
+            columns = pages.table.reshape(cells, -1)[:, : len(found)].T.copy()
+            try:
+                host.load(found, columns)
+                end = (at + len(found)) * size
+                plan = index.plan_insert(lease, ids[:end])
+                self._memory.pool.share(granularity, columns.reshape(-1))
+                index.insert(plan, [(granularity, column) for column in columns])
+                for block, old in zip(lease.blocks[at:], found, strict=False):
+                    block.hits, block.retention = old.hits, old.retention
+            except RequestError:
+                return True
+            finally:
+                pages.release()
+        finally:
+            index.release(lease)
+        return True
 
     def _beats(self, match: Match, seq: Sequence) -> bool:
         """A turn had better begin with blocks than with the state of its chain: more of its prompt is known there.
@@ -310,19 +364,31 @@ class RadixCache:
         return value / self._memory.geometry.head_pages_per_sequence_page
 
     def reclaim(self) -> bool:
-        """Gives up blocks until a page is free. Returns False if nothing is left."""
-        pool = self._memory.pool
-        before = pool.free_head_pages
-        while pool.free_head_pages == before:
-            if not self.index.evict(1):
-                return False
-        return True
+        """Gives up blocks until a page is free; some go to host memory, together. Returns False if nothing is left."""
+        pool, index = self._memory.pool, self.index
+        before, method = pool.free_head_pages, ""
+        leaving: list[np.ndarray] = []
+        index.expire_pins()
+        while (victim := index.next_victim()) is not None:
+            wanted = self.host.wants(victim) and method in ("", victim.scope.method) and len(leaving) < _TOGETHER
+            if pool.free_head_pages > before and not (leaving and wanted):
+                break
+            if wanted:
+                assert victim.pages is not None
+                method = victim.scope.method
+                leaving.append(victim.pages[0][1])
+                self.host.leave(victim)
+            index.evict(1)
+        if leaving:
+            self.host.store(method, leaving)
+        return pool.free_head_pages > before
 
     def check_integrity(self, leases: list[Lease]) -> None:
         """Re-adds blocks and leases, of which these are all. Raises IntegrityError."""
         if len(set(leases)) < len(leases):
             raise IntegrityError("a lease has two owners")
         self.index.check_integrity(set(leases))
+        self.host.check_integrity(self.index.blocks())
 
 
 def _fresh(seq: Sequence) -> bool:

@@ -345,6 +345,7 @@ class Sequence:
       attached: tokens of the prompt whose rows it found in the radix cache when it last got a row.
       lease, prefix_match, unconfirmed: more of that (see `radix_cache`): blocks that stay for it, what was found until
         it has its row, and the tokens up to the end of each prompt chunk under way, by iteration.
+      promoted: what host memory had of its prompt was brought back, or there was no room for it.
       prefix_known, prefix_miss: what was last found while it waited, and why not more in the end.
       cuts: ranges of its tokens whose rows were pruned.
       tainted: it has rows that were computed while others were missing, or will have.
@@ -397,6 +398,7 @@ class Sequence:
         self.lease: Lease | None = None
         self.prefix_match: Match | None = None
         self.prefix_known: Match | None = None
+        self.promoted = False
         self.prefix_miss: Miss | None = None
         self.unconfirmed: dict[int, int] = {}
         self.cuts: Cuts = ()

@@ -623,6 +623,12 @@ class DeviceRunner:
         parked = transfers.ParkedState(row_state.row_aux, row_state.request_aux)
         return ParkedRow(parked, _nbytes(parked))
 
+    def export_pages(self, method: str, pages: np.ndarray) -> SwappedRow:
+        return self._export(self._head_pages(method, pages), self._nothing)
+
+    def import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> None:
+        self._import_pages(method, pages, swapped)
+
     def arrived(self, swapped: SwappedRow) -> bool:
         return all(leaf.is_ready() for leaf in jax.tree.leaves(swapped.payload.arrays))
 

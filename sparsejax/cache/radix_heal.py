@@ -66,6 +66,7 @@ class RadixHealer(RadixKeeper):
         for block, payloads in zip(path[behind:], rows, strict=True):
             old = block.pages
             block.tainted = True
+            self.on_lost(block, True)
             if old is None or payloads is None:
                 for payload in payloads or ():  # it has lost its rows with the texts that had parted there
                     self._release(payload)

@@ -177,6 +177,8 @@ class RadixTree:
         self._ghosts: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._heap: list[tuple[int, float, bytes, int, Block]] = []
         self._serial = 0
+        self.on_lost: Callable[[Block, bool], None] = lambda block, below: None
+        """Called when a block has lost the rows that its tokens have, or (below) is gone or of another content now."""
 
     # Structure.
 
@@ -217,6 +219,7 @@ class RadixTree:
                     other.covers -= 1
             block.pages = block.base = block.cut = None
             base.rests -= 1
+            self.on_lost(block, False)
             self._count(block, -len(pages))
             self.changes += 1
             for payload in pages:
@@ -239,6 +242,7 @@ class RadixTree:
         before.rests -= 1
         for other in inside(block):
             other.covers += 1
+        self.on_lost(block, False)
         self._count(block, len(pages) - len(old))
         self.changes += 1
         self.cuts += 1
@@ -262,6 +266,7 @@ class RadixTree:
                 self._hollow(block)
             del parent.children[block.key]
             block.alive, block.entry = False, None
+            self.on_lost(block, True)
             self.num_blocks -= 1
             self.changes += 1
             if known:

@@ -7,12 +7,14 @@ knows what the rows of a text must be, whoever computed them.
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from sparsejax.errors import CacheTooSmallError
+from sparsejax.errors import CacheTooSmallError, RequestError
 from sparsejax.mock import MockMethod
 from sparsejax.request import ChainOptions, PrefixOptions
 from sparsejax.settings import EngineSettings
@@ -437,6 +439,121 @@ def test_a_block_that_many_have_found_outlives_a_conversation() -> None:
     bench.check_all_free()
 
 
+# Host memory.
+
+
+def leave(bench: Shared) -> None:
+    """All that nobody has leaves the pool."""
+    while bench.scheduler.radix.reclaim():
+        bench.check()
+
+
+def moved(bench: Shared, call: str) -> int:
+    return bench.runner.calls.get(call, 0)
+
+
+@pytest.mark.parametrize("method", ["dense", "selects"])
+def test_80_blocks_that_were_found_come_back_from_host_memory(method: str) -> None:
+    bench = Shared()
+    bench.serve(words(150), method=method)
+    bench.serve([*words(150), 3], method=method)
+    leave(bench)
+    host = bench.scheduler.radix.host
+    assert (bench.index.num_blocks, len(host.blocks)) == (0, 37), "but for what nobody has found"
+    assert host.used_bytes == bench.scheduler.chains.host.used_bytes == 37 * 64
+    assert moved(bench, "export_pages") == 3, "sixteen in one copy"
+    assert bench.serve([*words(150), 4], method=method) == 148
+    assert moved(bench, "import_pages") == 3
+    assert len(host.blocks) == 37, "copies stay"
+    leave(bench)
+    assert moved(bench, "export_pages") == 3, "and need not be made again"
+    assert bench.serve([*words(70), 250, 4], method=method) == 68
+    assert bench.index.num_blocks < 25, "no more comes back than is asked for"
+    for other in (PrefixOptions(salt="s"), PrefixOptions(tenant="t")):
+        assert bench.serve(words(150), method=method, prefix=other) == 0
+    bench.check_all_free()
+
+
+def test_80_host_memory_has_a_bound_and_what_follows_goes_with_it() -> None:
+    bench = Shared({"chain_host_bytes": 30 * 64})
+    for seed in range(3):
+        for _ in range(2 + seed):
+            bench.serve([*words(80, seed), *words(3, seed + 7)])
+        bench.scheduler.clock.sleep(1.0)
+    leave(bench)
+    host = bench.scheduler.radix.host
+    assert 0 < host.used_bytes <= 30 * 64
+    assert [bench.serve([*words(80, seed), 251]) for seed in range(3)][2] == 80, "the one that was found most"
+    bench.check_all_free()
+
+
+def test_chains_come_first_in_host_memory() -> None:
+    bench = Shared({"chain_host_bytes": 16 * 64})
+    report, talk = turn(bench, words(50), prefix=None)
+    for _ in range(2):
+        bench.serve(words(40, 1))
+    leave(bench)
+    host, tiers = bench.scheduler.radix.host, bench.scheduler.chains.tiers
+    assert host.blocks
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert tiers.demote(chain)
+    assert not host.blocks, "they gave way"
+    report, _ = turn(bench, [*talk, 3], chain_id=report.chain_id, on_miss="error")
+    assert report.status == "resumed"
+    bench.check_all_free()
+
+
+def test_a_deleted_subtree_is_gone_from_host_memory_too() -> None:
+    bench = Shared()
+    for tail in (3, 4):
+        bench.serve([*words(80), tail])
+    scope = next(iter(bench.index.roots.values())).scope
+    host = bench.scheduler.radix.host
+    while bench.index.num_blocks > 12:
+        bench.scheduler.radix.reclaim()
+    assert host.blocks
+    bench.index.delete(scope, np.asarray(words(80)[:4], np.uint32))
+    assert not bench.index.num_blocks
+    assert not host.blocks
+    assert bench.serve([*words(80), 5]) == 0
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("call", ["export_pages", "import_pages"])
+def test_copies_that_are_refused_cost_only_work(call: str) -> None:
+    bench = Shared()
+    for tail in (3, 4):
+        bench.serve([*words(80), tail])
+    real = getattr(bench.runner, call)
+
+    def refuse(*args):
+        raise RequestError("no memory for the copy")
+
+    if call == "export_pages":
+        bench.runner.export_pages = refuse  # type: ignore[method-assign]
+        leave(bench)
+        assert not bench.scheduler.radix.host.blocks
+    else:
+        leave(bench)
+        bench.runner.import_pages = refuse  # type: ignore[method-assign]
+    assert bench.serve([*words(80), 5]) == 0
+    setattr(bench.runner, call, real)
+    assert bench.serve([*words(80), 6]) == 80
+    bench.check_all_free()
+
+
+def test_preempted_and_waiting_rows_bring_blocks_back_once() -> None:
+    bench = Shared(num_sequence_pages=1 + 26, num_rows=4)
+    for tail in (3, 4):
+        bench.serve([*words(60), tail])
+    leave(bench)
+    ids = [bench.submit([*words(60), *words(9, seed)], 20, seed=seed) for seed in range(1, 5)]
+    bench.run()
+    bench.check_done(*ids)
+    assert moved(bench, "import_pages") <= 2 * len(ids)
+    bench.check_all_free()
+
+
 # Everything at once.
 
 operations = st.one_of(
@@ -449,6 +566,9 @@ operations = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 9)),
     st.tuples(st.just("preempt"), st.integers(0, 5)),
     st.tuples(st.just("evict"), st.integers(1, 9)),
+    st.tuples(st.just("reclaim"), st.integers(1, 9)),
+    st.tuples(st.just("reclaim"), st.integers(1, 99)),
+    st.tuples(st.just("give way"), st.integers(1, 2)),
 )
 
 
@@ -503,6 +623,14 @@ def test_random_programs(program, pages: int, inflight: int, swap_bytes: int) ->
             seq = bench.scheduler.running[args[0] % len(bench.scheduler.running)]
             if not seq.phase_due:
                 bench.scheduler._preempt(seq)
+        elif operation == "reclaim":
+            for _ in range(args[0]):
+                bench.scheduler.radix.reclaim()
+            bench.check()
+        elif operation == "give way":
+            for _ in range(args[0]):
+                bench.scheduler.radix.host.give_way()
+            bench.check()
         elif operation == "evict":
             bench.index.evict(args[0])
             bench.check()
@@ -515,4 +643,41 @@ def test_random_programs(program, pages: int, inflight: int, swap_bytes: int) ->
             error = bench.last(request_id).error
             assert isinstance(error, CacheTooSmallError), error
     assert not bench.index.leases or bench.scheduler.chains.index.chains
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_programs_under_pressure(seed: int) -> None:
+    """A pool for a few texts, host memory for some more: what comes back is what was computed."""
+    rng = random.Random(seed)
+    budget = rng.choice([20, 60, 400]) * 64
+    bench = Shared({"chain_host_bytes": budget}, num_sequence_pages=1 + 45, num_rows=3)
+    host, ids = bench.scheduler.radix.host, list[str]()
+    for _ in range(250):
+        text = words(100, rng.randrange(6))[: rng.choice([30, 60, 100])]
+        what = rng.random()
+        if what < 0.5:
+            prompt, limit = [*text, *words(rng.randrange(1, 6), rng.randrange(3))], rng.randrange(1, 12)
+            ids.append(bench.submit(prompt, limit, rng.choice(["dense", "dense", "selects"])))
+        elif what < 0.6:
+            ids.append(bench.submit([*text, 1], rng.randrange(1, 12), prefix=None, chain=ChainOptions()))
+        elif what < 0.8:
+            bench.step(rng.randrange(1, 20))
+        elif what < 0.85 and bench.index.roots:
+            scope = rng.choice(list(bench.index.roots.values())).scope
+            match = bench.index.match(scope, np.asarray(text, np.uint32))
+            if match.blocks:
+                bench.index.delete(scope, np.asarray(text, np.uint32)[: PAGE * rng.randint(1, len(match.blocks))])
+        elif what < 0.88:
+            host.give_way()
+        else:
+            bench.scheduler.radix.reclaim()
+        bench.check()
+        assert bench.scheduler.chains.host.used_bytes <= budget
+    bench.run()
+    for request_id in ids:
+        if bench.reason(request_id) != "error":
+            bench.check_done(request_id)
+    assert host.stored > 50
+    assert host.promoted > 0
     bench.check_all_free()

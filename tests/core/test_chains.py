@@ -45,7 +45,8 @@ class Conversation:
 
     def __init__(self, runner: DeviceRunner) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(runner, EngineSettings(prefix_cache=False))  # blocks would stand for rows on the host
+        # With the prefix cache, blocks would stand for rows on the host.
+        self.scheduler = Scheduler(runner, EngineSettings(prefix_cache=False))
         self.context: list[int] = []
         self.chain_id: str | None = None
         self.turns = 0

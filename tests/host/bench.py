@@ -131,7 +131,10 @@ class Bench:
         for chain in list(s.chains.index.chains.values()):
             s.chains.index.drop(chain, "test")
         s.radix.index.evict(1 << 30)
+        while s.radix.host.give_way():
+            s.radix.check_integrity([])
         assert not s.radix.index.num_blocks
+        assert not s.radix.host.blocks
         assert not s.memory.shelf
         under_way = s.chains.tiers.disk is not None and s.chains.tiers.disk.pending
         assert s.chains.host.used_bytes == 0 or under_way
