@@ -89,6 +89,27 @@ def test_attached_rows_equal_computed_ones(name: str) -> None:
     assert served.request(PROMPTS[0])[0] == alone[0][0]
 
 
+@pytest.mark.parametrize("name", ["dense", "quest", "fp8_kv"])
+def test_blocks_come_back_from_the_host_as_they_were(name: str) -> None:
+    served = Served(name)
+    page = served.runner.limits.geometry.page_size
+    first = [served.request(prompt) for prompt in (PROMPTS[0], PROMPTS[0])]
+    radix, known = served.scheduler.radix, len(PROMPTS[0]) // page * page
+    before = served.stored(known)
+    while radix.reclaim():
+        served.scheduler.check_integrity()
+    assert not radix.index.num_blocks
+    pools = served.runner.state.pools
+    pools.update({kind: array + 1 for kind, array in pools.items()})  # nothing of them is left in the pool
+    tokens, cached = served.request(PROMPTS[0])
+    assert (tokens, cached) == (first[0][0], (len(PROMPTS[0]) - 1) // page * page)
+    after = served.stored(known)
+    assert radix.host.promoted == cached // page
+    for digest, arrays in after.items():
+        for kind, array in arrays.items():
+            np.testing.assert_array_equal(array, before[digest][kind], err_msg=kind)
+
+
 def test_pure_methods_keep_nothing_beside_their_pages() -> None:
     pure = {name for name in METHODS if registry.resolve(name, small(name))[0].pure_prefix}
     assert {"dense", "quest"} <= pure
