@@ -82,6 +82,7 @@ class RadixHost:
         self._after: dict[bytes, dict[bytes, HostBlock]] = {}  # by the digest of the block before, and key
         self._parts: dict[HostPart, None] = {}
         self._going: dict[bytes, HostBlock] = {}  # they leave the pool now
+        self._gone: set[bytes] = set()  # these have left it meanwhile, for nowhere
         self.used_bytes = 0
         self.stored = self.promoted = 0  # blocks so far
 
@@ -114,10 +115,11 @@ class RadixHost:
         going, self._going = list(zip(self._going.values(), pages, strict=True))[::-1], {}
         new = [(block, ids) for block, ids in going if block.digest not in self.blocks]
         part = self._copy(method, [ids for _, ids in new]) if new else None
-        left = {block.digest for block, _ in going}
+        left, gone, self._gone = {block.digest for block, _ in going}, self._gone, set()
         for place, (block, _) in enumerate(new):
-            if part is None or (block.before in left and block.before not in self.blocks):
-                self._drop_below(block.digest)  # there was no room
+            missing = block.before in gone or (block.before in left and block.before not in self.blocks)
+            if part is None or missing:  # there was no room, or nothing that it could follow
+                self._drop_below(block.digest)
                 continue
             block.part, block.place = part, place
             part.blocks[place] = self.blocks[block.digest] = block
@@ -173,8 +175,10 @@ class RadixHost:
 
     def lost(self, block: Block, below: bool) -> None:
         """A block of the pool has lost its rows, or with `below` is gone or stands for another text."""
-        if block.digest in self._going or not self.blocks:
+        if block.digest in self._going:
             return
+        if below and self._going:
+            self._gone.add(block.digest)
         found = self.blocks.get(block.digest)
         if found is not None:
             self._drop(found)

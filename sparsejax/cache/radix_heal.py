@@ -48,7 +48,7 @@ class RadixHealer(RadixKeeper):
 
         Args:
           path: blocks of a text, leased by the caller; no text is pinned that parts from it behind.
-          behind: blocks before those that are exchanged.
+          behind: blocks before those that are exchanged, at least 1.
           rows: of each block behind, as many payloads as it has, which are the index's from now on; None for hollow
             ones.
         """
@@ -63,6 +63,7 @@ class RadixHealer(RadixKeeper):
         for block in beside:
             if block.alive and not block.children:
                 self._remove(block)
+        self.on_lost(path[behind - 1], True)  # what the host has behind it was computed on the old rows too
         for block, payloads in zip(path[behind:], rows, strict=True):
             old = block.pages
             block.tainted = True

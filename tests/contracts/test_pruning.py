@@ -979,3 +979,29 @@ def test_rows_that_all_stay_are_left_alone(recompute: bool) -> None:
     expected = text.read([*talk[69:], 1]).generate(5, bench.seed())
     assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == expected
     bench.check_all_free()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_in_host_memory_belong_to_the_rows_before_them(recompute: bool) -> None:
+    bench = Pruned()
+    other = [*words(24), *words(40, 5)]
+    for _ in range(2):
+        bench.serve(words(80), 1)
+        bench.serve(other, 1)
+    bench.index.pin(bench.scheduler.chains.scope("dense", "", ""), np.array(words(24), np.uint32), 60.0)
+    while bench.index.num_blocks > 6:
+        assert bench.scheduler.radix.reclaim()
+    assert len(bench.scheduler.radix.host.blocks) > 20
+    info = bench.prune(words(24), (8, 24), recompute=recompute)
+    assert info.status == "completed"
+    gone = set(range(8, 24))
+    for text in (words(80), other):
+        found = masked(text, gone)
+        if not recompute:  # nobody has found the last block before
+            found = Masked(text[:-PAGE]).drop(gone).read(text[-PAGE:])
+        expected = found.read([1]).generate(8, bench.seed())
+        assert bench.tokens_on([*text, 1]) == expected
+        cached = bench.last(f"r{bench.seed() - 1:03}").stats.cached_tokens
+        assert cached == (24 if recompute else len(text) - PAGE)
+    bench.clock.sleep(100.0)
+    bench.check_all_free()
