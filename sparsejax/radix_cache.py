@@ -123,22 +123,26 @@ class RadixCache:
         options = self._options(seq)
         if options is None or not _fresh(seq):
             return False
-        scope, size, mine, end = self._scope(seq, options), self.index.block_tokens, _beginning(seq), -1
+        scope, size, mine = self._scope(seq, options), self.index.block_tokens, _beginning(seq)
         for other in running:
             lease = other.lease
             if lease is None or lease.closed or lease.scope != scope or not (other.unconfirmed or not other.prefilled):
                 continue
-            if end < 0:
-                end = (len(self._known(seq, scope, options).blocks) + 1) * size
-                if end >= len(mine):
-                    return False
-            if other.prefill_len < end:
+            if options.exact and lease.tainted:
                 continue
-            theirs = other.tokens(0, end).view(np.uint32)
-            # Texts that part ways mostly do so before the block in question.
-            if np.array_equal(theirs[end - size :], mine[end - size : end]) and np.array_equal(theirs, mine[:end]):
+            at = len(lease.blocks)  # the block that it computes next
+            if not _agree(other, mine, at, size):
+                continue
+            if not self._is_next(lease, mine[at * size : (at + 1) * size]):  # others have left more of its text
+                at = len(self._known(seq, scope, options).blocks)
+            if _agree(other, mine, at, size):
                 return True
         return False
+
+    def _is_next(self, lease: Lease, ids: np.ndarray) -> bool:
+        """Nobody has published the block of these tokens behind a lease."""
+        node = lease.blocks[-1] if lease.blocks else self.index.roots.get(lease.scope.seed)
+        return node is None or np.ascontiguousarray(ids, "<u4").tobytes() not in node.children
 
     def takes_part(self, seq: Sequence) -> bool:
         """What the choice reuses may be more once it gets its row than is known before."""
@@ -350,6 +354,7 @@ class RadixCache:
     @property
     def spare_pages(self) -> int:
         """At most so many head-pages come free if all blocks go that nobody has."""
+        self.index.expire_pins()
         return self.index.free_pages * self._memory.geometry.head_pages_per_sequence_page
 
     def victim_value(self) -> float | None:
@@ -401,6 +406,16 @@ def _restorable(seq: Sequence) -> bool:
     """It waits with the state of a conversation that it goes on from."""
     chain = seq.chain
     return chain is not None and not seq.begun and chain.payload is not None and seq.pages is None
+
+
+def _agree(other: Sequence, mine: np.ndarray, block: int, size: int) -> bool:
+    """A choice computes, in prompt chunks, the same tokens up to the end of some block, and one more is left."""
+    end = (block + 1) * size
+    if end >= len(mine) or other.prefill_len < end:
+        return False
+    theirs = other.tokens(0, end).view(np.uint32)
+    # Texts that part ways mostly do so before the block in question.
+    return np.array_equal(theirs[end - size :], mine[end - size : end]) and np.array_equal(theirs, mine[:end])
 
 
 def _beginning(seq: Sequence) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from sparsejax.errors import CacheTooSmallError, RequestError
+from sparsejax.errors import CacheTooSmallError, PinRefusedError, RequestError
 from sparsejax.mock import MockMethod
 from sparsejax.request import ChainOptions, PrefixOptions
 from sparsejax.settings import EngineSettings
@@ -244,6 +244,54 @@ def test_who_waits_for_another_does_not_depend_on_it(when: int) -> None:
     bench.run()
     bench.check_done(*others, stranger)
     assert bench.prefilled <= 200 + 20 + 3 + 4 * 16, "what the first one had computed was not lost"
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("waiting", [4, 32])
+def test_24_who_waits_is_looked_up_again_only_if_something_has_changed(waiting: int) -> None:
+    bench = Shared(num_rows=3, prefill_buckets=((1, 16), (3, 16)))
+    count, match = 0, bench.index.match
+
+    def counted(*args, **options):
+        nonlocal count
+        count += 1
+        return match(*args, **options)
+
+    bench.index.match = counted  # type: ignore[method-assign]
+    ids = [bench.submit([*words(400), seed, 1, 2, 3, 4, 5], 30, seed=seed) for seed in range(waiting)]
+    bench.run()
+    bench.check_done(*ids)
+    assert count <= 2 * waiting, "not in each of the steps in which they waited"
+    assert bench.prefilled <= 400 + 6 * waiting
+    # What was found for one that waits for a row is void if it goes meanwhile, and is not if only others change.
+    bench.run()
+    busy = [bench.submit(words(9, seed + 9), 60, seed=seed) for seed in range(3)]
+    bench.step(3)
+    late = bench.submit([*words(400), 7, 8], 5)
+    bench.step(2)
+    bench.index.evict(40)
+    bench.run()
+    bench.check_done(*busy, late)
+    bench.check_all_free()
+
+
+def test_38_pins_can_not_keep_everybody_out() -> None:
+    bench = Shared(num_sequence_pages=1 + 60)
+    for seed in range(12):
+        bench.serve(words(60, seed))
+    scope, pinned = next(iter(bench.index.roots.values())).scope, 0
+    for seed in range(12):
+        ids = np.asarray(words(60, seed)[:60], np.uint32)
+        if len(bench.index.match(scope, ids, whole=True).blocks) == 15:
+            try:
+                bench.index.pin(scope, ids, 1e6)
+                pinned += 15
+            except PinRefusedError:
+                break
+    assert 0 < pinned <= 15, "a quarter of sixty pages for one key"
+    assert bench.serve(words(150, 20), 9) < 150
+    bench.scheduler.clock.sleep(2e6)
+    bench.serve(words(220, 21), 9)
     bench.check_all_free()
 
 
