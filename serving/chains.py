@@ -97,7 +97,7 @@ async def lookup(http: HTTPRequest) -> Response:
     if not ids:
         raise RequestError("there is no token to look up", param="token_ids")
     options = dataclasses.replace(options, append_joint=joint)
-    found = await ask(served, lambda chains: control.prospect(chains, options, tuple(ids), method))
+    found = await answer_of(served.engine.consult(lambda caches: control.prospect(caches, options, tuple(ids), method)))
     return JSON({"object": "chain.lookup", **dataclasses.asdict(found)})
 
 

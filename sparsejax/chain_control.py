@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from sparsejax.cache.chain import Chain, ChainState, Checkpoint, Tier, as_ids
+from sparsejax.caches import Caches
 from sparsejax.chain_rows import DeviceRows, lengths_of, size_of, tier_of
 from sparsejax.chains import Chains
 from sparsejax.errors import ChainBusyError, ChainCapacityError, ChainError, ChainMismatchError, RequestError
-from sparsejax.request import ChainOptions, ChainReport
+from sparsejax.request import ChainOptions, ChainReport, PrefixOptions
 
 MAX_PIN_S = 86_400.0
 MAX_PINNED_SHARE = 0.5
@@ -236,12 +237,13 @@ def take_back(chains: Chains, tenant: str, report: ChainReport, tokens: int) -> 
     return dataclasses.replace(report, processed_tokens=processed, total_tokens=total, quality=quality)
 
 
-def prospect(chains: Chains, options: ChainOptions, ids: tuple[int, ...], method: str) -> Prospect:
-    """What a turn with these options and tokens would find now. Changes nothing.
+def prospect(caches: Caches, options: ChainOptions, ids: tuple[int, ...], method: str) -> Prospect:
+    """What a turn with these options and tokens would find now, of chains or of shared rows. Changes nothing.
 
     Raises:
       ChainError: what the turn would be refused with.
     """
+    chains = caches.chains
     if method not in chains.methods:
         raise RequestError(f"sparse_method {method!r} is not served", param="sparse_method")
     plan = chains.index.plan(chains.turn(options, as_ids(ids), method))
@@ -249,14 +251,19 @@ def prospect(chains: Chains, options: ChainOptions, ids: tuple[int, ...], method
     state = source if source is None or plan.checkpoint is None else source.checkpoints[plan.checkpoint]
     if state is not None and state.payload is not None:
         retained = int(lengths_of(state.payload).max())
+    reused, tier = plan.reused, state.tier.name.lower() if state else None
+    blocks = caches.radix.prospect(method, PrefixOptions(options.salt, options.tenant), plan.ids)
+    if blocks is not None and caches.radix.beats(blocks, reused, state):
+        size = caches.radix.index.block_tokens
+        reused, retained, tier = len(blocks.blocks) * size, len(blocks.pages) * size, "device"
     return Prospect(
         status=plan.status,
         chain_id=source.chain_id if source else None,
         total_tokens=len(plan.ids),
-        reused_tokens=plan.reused,
-        prefilled_tokens=len(plan.ids) - plan.reused,
+        reused_tokens=reused,
+        prefilled_tokens=len(plan.ids) - reused,
         retained_tokens=retained,
-        restored_from=state.tier.name.lower() if state else None,
+        restored_from=tier,
         checkpoint=state.kind if isinstance(state, Checkpoint) else None,
         reason=plan.reason,
         miss=plan.miss,

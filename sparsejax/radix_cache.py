@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsejax import prefix_reports
 from sparsejax.cache import row_layout
-from sparsejax.cache.chain import Tier, as_ids
+from sparsejax.cache.chain import Chain, Checkpoint, Tier, as_ids
 from sparsejax.cache.chain_miss import Miss
 from sparsejax.cache.pages import IntegrityError
 from sparsejax.cache.radix import RadixIndex
@@ -170,7 +170,7 @@ class RadixCache:
         if _fresh(seq) and not seq.promoted and self._promote(match, _beginning(seq)):
             seq.promoted = True  # once: what goes again before it gets a row would come and go for ever
             match = self._known(seq, self._scope(seq, options), options)
-        if not _fresh(seq) and not self._beats(match, seq):
+        if not _fresh(seq) and not self.beats(match, seq.base, seq.chain):
             return
         seq.lease, seq.prefix_match = self.index.lease(match), match
         if not match.blocks:
@@ -221,24 +221,29 @@ class RadixCache:
             index.release(lease)
         return True
 
-    def _beats(self, match: Match, seq: Sequence) -> bool:
-        """A turn had better begin with blocks than with the state of its chain: more of its prompt is known there.
+    def beats(self, match: Match, base: int, state: Chain | Checkpoint | None) -> bool:
+        """A turn had better begin with blocks than with `base` tokens of a chain's state: more of its prompt is known.
 
         Or as much but for a part of a page, and the chain's rows would have to be copied to the device.
         """
-        chain, known = seq.chain, len(match.blocks) * self.index.block_tokens
-        assert chain is not None
-        if match.lost and not chain.cuts:
-            return False
-        near = chain.tier is not Tier.DEVICE and known + self.index.block_tokens > seq.base
-        return known > seq.base or (near and known > 0)
+        known = len(match.blocks) * self.index.block_tokens
+        if state is None or (match.lost and not state.cuts):
+            return state is None and known > 0
+        near = state.tier is not Tier.DEVICE and known + self.index.block_tokens > base
+        return known > base or (near and known > 0)
+
+    def prospect(self, method: str, options: PrefixOptions, ids: np.ndarray) -> Match | None:
+        """What a request with these tokens would begin with now, uint32 [n]; None if it takes no part."""
+        if self.hindrance(method) is not None:
+            return None
+        return self.index.match(self._scope_of(method, options.salt, options.tenant), ids, exact=options.exact)
 
     def spares(self, seq: Sequence) -> bool:
         """As it looks now, a queued turn will do without the rows of its chain."""
         options = self._options(seq)
         if options is None or not _restorable(seq):
             return False
-        return self._beats(self._known(seq, self._scope(seq, options), options), seq)
+        return self.beats(self._known(seq, self._scope(seq, options), options), seq.base, seq.chain)
 
     def detach(self, seq: Sequence) -> None:
         """There was no place for the rest: all is as before `attach`."""

@@ -122,6 +122,23 @@ def test_the_first_header_of_a_chain_is_exact(server: LiveServer) -> None:
         response.read()
 
 
+def test_lookups_see_what_a_turn_would_reuse(server: LiveServer) -> None:
+    prompt = ids(30)
+    post(server, {"prompt": prompt, "chain": False})
+    wanted = [*prompt, 3]
+    found = server.post("/v1/chains/lookup", {"token_ids": wanted}).json()
+    assert (found["reused_tokens"], found["retained_tokens"], found["restored_from"]) == (40, 40, "device")
+    turn = post(server, {"prompt": wanted}).json()
+    assert turn["chain"]["reused_tokens"] == found["reused_tokens"]
+    server.wait_quiet()
+    edited = [*wanted[:38], 251, 252, 253, 250]
+    fields = {"chain_id": turn["chain_id"]}
+    found = server.post("/v1/chains/lookup", {"token_ids": edited, **fields}).json()
+    report = post(server, {"prompt": edited, **fields}).json()["chain"]
+    assert report["reused_tokens"] == found["reused_tokens"] == 36
+    assert report["status"] == found["status"]
+
+
 def test_it_can_be_off(servers: Servers) -> None:
     server = servers.start(settings=EngineSettings(prefix_cache=False))
     for _ in range(2):
