@@ -1005,3 +1005,82 @@ def test_blocks_in_host_memory_belong_to_the_rows_before_them(recompute: bool) -
         assert cached == (24 if recompute else len(text) - PAGE)
     bench.clock.sleep(100.0)
     bench.check_all_free()
+
+
+@pytest.mark.parametrize("call", ["setup_row", "unpark", "prefill", "bare"])
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("named", [False, True])
+def test_89_a_program_of_exact_mode_that_is_refused_changes_nothing(call: str, nth: int, named: bool) -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    before = bench.resident(talk), bench.scheduler.memory.pool.free_head_pages
+    bench.runner.fail(call, nth, RequestError("no"))
+    chain_id = report.chain_id if named else None
+    info = bench.prune(talk, (8, 24), (32, 40), chain_id=chain_id, recompute=True)
+    if call == "bare" and (nth > 1 or not named):
+        assert info.status == "completed", "it is called once, for a chain"
+        return
+    assert (info.status, info.error["message"]) == ("failed", "no")
+    assert (bench.resident(talk), bench.scheduler.memory.pool.free_head_pages) == before
+    assert not bench.scheduler.memory.lent_rows
+    expected = bench.runner.generate([*talk, 1], 5, bench.seed())
+    assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
+
+
+def test_89_a_chain_that_can_not_be_parked_stays_as_it_is() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    before = bench.resident(talk), bench.scheduler.memory.pool.free_head_pages
+    bench.runner.fail("bare", 1, RequestError("no"))
+    info = bench.prune(talk, (8, 24), keep=4, policy="kvzip_global", chain_id=report.chain_id)
+    assert (info.status, info.error["message"]) == ("failed", "no")
+    assert (bench.resident(talk), bench.scheduler.memory.pool.free_head_pages) == before
+    expected = bench.runner.generate([*talk, 1], 5, bench.seed())
+    assert bench.turn([*talk, 1], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
+
+
+def test_89_a_job_of_exact_mode_that_is_cancelled_leaves_nothing() -> None:
+    bench = Pruned(prefill_buckets=((1, 16),))
+    bench.serve(words(80), 1)
+    free = bench.scheduler.memory.pool.free_head_pages
+    for steps in range(1, 30):
+        info = bench.prune(words(80), (8, 12), (40, 44), recompute=True, run=False)
+        bench.step(steps)
+        if bench.scheduler.prunes.get(info.prune_id, "").ended:
+            break
+        bench.scheduler.prunes.cancel(info.prune_id, "")
+        assert not bench.index.leases
+        assert not bench.scheduler.radix.borrowed
+        assert not bench.scheduler.memory.lent_rows
+        assert (bench.resident(words(80)), bench.scheduler.memory.pool.free_head_pages) == ((80, 80), free)
+        bench.check()
+    assert steps > 5
+    bench.run()
+    bench.check_all_free()
+
+
+def test_a_chain_that_a_turn_takes_while_it_is_scored_is_scored_again() -> None:
+    bench = Pruned()
+    report, output = bench.turn(words(60), 10)
+    talk = [*words(60), *output]
+    info = bench.prune(
+        talk, (8, 40), keep=8, policy="kvzip_global", score_chunk_tokens=4, chain_id=report.chain_id, run=False
+    )
+    bench.step(4)
+    assert bench.runner.calls["score_rows"] > 1
+    turn = bench.submit([*talk, 1], 20, prefix=None, chain=ChainOptions(report.chain_id, on_miss="error"))
+    bench.run()
+    bench.check_done(turn)
+    assert bench.scheduler.prunes.get(info.prune_id, "").status == "completed"
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert chain.quality.pruned_tokens == 24
+    stay = set(keeps(bench, [(8, 40)], 8)[0])
+    talk = [*talk, 1, *bench.tokens(turn)]
+    text = Masked(talk[:-1]).drop(set(range(8, 40)) - stay)
+    expected = text.read([talk[-1], 2]).generate(5, bench.seed())
+    assert bench.turn([*talk, 2], 5, report.chain_id, on_miss="error")[1] == expected
+    bench.check_all_free()
