@@ -182,8 +182,7 @@ class PolicyTurn:
             if whole is not None:
                 width = whole[1] - whole[0]
                 keep = math.ceil(width * self.policy.keep / block_tokens) * block_tokens
-                if keep < width:
-                    cuts.append(Cut(keys[index], *whole, keep))
+                cuts.append(Cut(keys[index], *whole, keep))
         return cuts
 
     def _submit(self, caches: Caches, cuts: Sequence[Cut], ids: np.ndarray) -> str | None:

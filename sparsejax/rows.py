@@ -420,16 +420,12 @@ class Sequence:
         """Of these, those that had rows when the choice began, largest over layers and heads."""
         if self.base:
             return min(self.base, self.retained_tokens)
-        return self.reused - row_layout.missing(self._cuts_before())
+        return self.reused - row_layout.missing(self.cuts)
 
     @property
     def degraded_tokens(self) -> int:
         """Of these, those from the first pruned range on; all of them where it isn't known where that was."""
-        cuts = self._cuts_before()
-        return self.reused - cuts[0].start if cuts else self.reused if self.tainted else 0
-
-    def _cuts_before(self) -> Cuts:
-        return tuple(cut for cut in self.cuts if cut.stop <= self.reused)
+        return self.reused - self.cuts[0].start if self.cuts else self.reused if self.tainted else 0
 
     @property
     def decode_left(self) -> int:

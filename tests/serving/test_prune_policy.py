@@ -150,6 +150,78 @@ def test_each_result_is_looked_for_once(live: LiveServer, monkeypatch: pytest.Mo
     assert looked[3:] == [[1, 4, 7, 10]], "another text has other tokens, as far as is known"
 
 
+def test_what_is_queued_is_not_queued_again(live: LiveServer) -> None:
+    def pause(caches: Caches) -> None:
+        caches.prunes.step = lambda *_, **__: False  # type: ignore[method-assign]
+
+    def go_on(caches: Caches) -> None:
+        del caches.prunes.step  # type: ignore[attr-defined]
+
+    agent = Agent(live, chain=False)
+    agent.turn()
+    agent.fields["prune_policy"] = {"keep_last_tool_results": 0}
+    live.engine.consult(pause).result(5.0)
+    for _ in range(3):
+        agent.client.chat(agent.messages[:-1], **agent.fields)
+        live.wait_for(lambda: not live.state.tasks)
+    assert [info.status for info in jobs(live)] == ["queued"]
+    live.engine.consult(go_on).result(5.0)
+    live.wait_for(lambda: jobs(live)[0].status == "completed")
+
+
+def test_ranges_that_others_pruned_in_part_stay(live: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    agent = Agent(live, chain=False)
+    agent.turn()
+    agent.turn()
+    start, _ = agent.whole_blocks(1)
+    body = {"messages": agent.messages, "ranges": [[start - BLOCK, start + BLOCK]], "keep_tokens": 0}
+    assert live.post("/v1/prefix_cache/prune", body).status_code == 202
+    live.wait_for(lambda: jobs(live)[0].ended)
+    with caplog.at_level(logging.WARNING, "sparsejax.serving"):
+        agent.turn(prune_policy={"keep_last_tool_results": 0})
+    assert [info.ranges for info in jobs(live)[1:]] == [(agent.whole_blocks(4), agent.whole_blocks(7))]
+    assert caplog.records == []
+
+
+def test_a_chain_that_goes_meanwhile(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others may begin with is pruned all the same."""
+    agent = Agent(live)
+    chain_id = agent.turn().chain_id
+    cuts = PolicyTurn._cuts
+
+    def slow(self: PolicyTurn, *about: Any) -> Any:
+        with Client(live.url) as client:
+            client.drop_chain(chain_id or "")
+        return cuts(self, *about)
+
+    monkeypatch.setattr(PolicyTurn, "_cuts", slow)
+    agent.turn(chain_id=chain_id, prune_policy=DROP)
+    (info,) = jobs(live)
+    assert info.status == "completed"
+    assert info.result is not None
+    assert info.result["path"]
+
+
+def test_equal_conversations_with_other_tokens(live: LiveServer) -> None:
+    """White space around an answer means nothing, but its tokens count."""
+    agent = Agent(live, chain=False)
+    agent.turn()
+    agent.turn()
+    agent.fields["prune_policy"] = {"keep_last_tool_results": 0}
+    agent.client.chat(agent.messages[:-1], **agent.fields)
+    live.wait_for(lambda: [info.ended for info in jobs(live)] == [True])
+    other = [{**m, "content": f"{m['content']}     "} if m["role"] == "assistant" else m for m in agent.messages]
+
+    def shifted(index: int) -> tuple[int, int]:
+        two = Agent(live)
+        two.messages = other
+        return two.whole_blocks(index)
+
+    agent.client.chat(other[:-1], **agent.fields)
+    live.wait_for(lambda: not live.state.tasks)
+    assert [info.ranges for info in jobs(live)] == [(agent.whole_blocks(1), agent.whole_blocks(4)), (shifted(4),)]
+
+
 def test_several_at_once_are_one_job(live: LiveServer) -> None:
     agent = Agent(live, chain=False)
     for _ in range(3):
@@ -230,11 +302,14 @@ def test_nothing_is_kept_at_all(servers: Servers) -> None:
     assert "keeps nothing" in response.json()["error"]["message"]
 
 
-def test_streams_and_several_choices(live: LiveServer) -> None:
+def test_streams_and_several_choices(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[PolicyTurn] = []
+    start = PolicyTurn.start
+    monkeypatch.setattr(PolicyTurn, "start", lambda self: (started.append(self), start(self)))
     agent = Agent(live, chain=False)
     agent.turn()
     agent.turn(n=2, prune_policy=DROP)
-    assert len(jobs(live)) == 1
+    assert len(started) == len(jobs(live)) == 1
     body = {"messages": agent.messages, "max_tokens": 2, "chain": False, "prune_policy": {"keep_last_tool_results": 0}}
     assert live.post(CHAT, body).status_code == 200
     live.wait_for(lambda: not live.state.tasks)
@@ -273,7 +348,7 @@ def test_old_results_are_those_of_tools() -> None:
     messages = [{"role": role} for role in ("user", "tool", "assistant", "function", "tool", "user")]
     assert old_results(messages, 1) == [1, 3]
     assert old_results(messages, 0) == [1, 3, 4]
-    assert old_results(messages, 3) == old_results(messages, 9) == []
+    assert [old_results(messages, keep) for keep in (3, 4, 9)] == [[], [], []]
 
 
 def test_what_is_remembered_is_bounded() -> None:
