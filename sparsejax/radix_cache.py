@@ -30,7 +30,7 @@ from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.metrics import EngineMetrics
 from sparsejax.plans import Runner, UnparkRow
-from sparsejax.radix_host import RadixHost
+from sparsejax.radix_host import HostBlock, RadixHost
 from sparsejax.request import PrefixOptions
 from sparsejax.rows import RowPages, Sequence
 from sparsejax.settings import EngineSettings
@@ -186,10 +186,7 @@ class RadixCache:
     def _promote(self, match: Match, ids: np.ndarray) -> bool:
         """Brings blocks that follow a match back from host memory. Returns whether there were any."""
         size, index, host = self.index.block_tokens, self.index, self.host
-        digest = match.blocks[-1].digest if match.blocks else match.scope.seed
-        at = len(match.blocks)
-        keys = np.ascontiguousarray(ids[at * size : match.limit * size], "<u4") if host.follows(digest) else ids[:0]
-        found = host.known(digest, [keys[i : i + size].tobytes() for i in range(0, len(keys), size)])
+        found, at = self.hosted(match, ids), len(match.blocks)
         if not found:
             return False
         granularity = self._runner.limits.methods[match.scope.method].granularity
@@ -206,9 +203,10 @@ class RadixCache:
             pages.restore(np.full(shape, len(found) * size, np.int32))
             columns = pages.table.reshape(cells, -1)[:, : len(found)].T.copy()
             try:
+                plan = index.plan_insert(lease, ids[: (at + len(found)) * size])
+                if len(plan.wanted) != len(found):  # the pool has some of them by now, without rows
+                    return True
                 host.load(found, columns)
-                end = (at + len(found)) * size
-                plan = index.plan_insert(lease, ids[:end])
                 self._memory.pool.share(granularity, columns.reshape(-1))
                 index.insert(plan, [(granularity, column) for column in columns])
                 for block, old in zip(lease.blocks[at:], found, strict=False):
@@ -220,6 +218,15 @@ class RadixCache:
         finally:
             index.release(lease)
         return True
+
+    def hosted(self, match: Match, ids: np.ndarray) -> list[HostBlock]:
+        """The blocks in host memory that follow a match of these tokens."""
+        digest = match.blocks[-1].digest if match.blocks else match.scope.seed
+        if not self.host.follows(digest):
+            return []
+        size, at = self.index.block_tokens, len(match.blocks)
+        keys = np.ascontiguousarray(ids[at * size : match.limit * size], "<u4")
+        return self.host.known(digest, [keys[i : i + size].tobytes() for i in range(0, len(keys), size)])
 
     def beats(self, match: Match, base: int, state: Chain | Checkpoint | None) -> bool:
         """A turn had better begin with blocks than with `base` tokens of a chain's state: more of its prompt is known.

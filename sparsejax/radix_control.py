@@ -37,7 +37,8 @@ def match(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray) 
     miss = None if why is None else {"reason": why.reason, "message": why.text, "token": why.token}
     degraded = found.missing > 0 or found.tainted > 0
     blocks, resident = found.blocks, len(found.pages)
-    return _matched(caches, method, len(ids), blocks[-1] if blocks else None, resident, degraded, miss)
+    matched = _matched(caches, method, len(ids), blocks[-1] if blocks else None, resident, degraded, miss)
+    return dataclasses.replace(matched, host_tokens=len(caches.radix.hosted(found, ids)) * index.block_tokens)
 
 
 def routed(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray) -> PrefixMatch:

@@ -17,6 +17,7 @@ class PrefixMatch:
       usable_tokens: of these, those that could be found: whole blocks, and one token is always computed.
       matched_tokens, matched_blocks, match_ratio: found; the ratio is that to the usable ones.
       resident_kv_tokens: of the matched ones, those that have rows.
+      host_tokens: behind the matched ones, in host memory: a request brings them back if there is room.
       quality_degraded: rows of the match are missing, or were computed while others were.
       last_block_id: digest of the match's last block, hexadecimal.
       live_blocks: in the whole cache.
@@ -33,6 +34,7 @@ class PrefixMatch:
     matched_blocks: int = 0
     match_ratio: float = 0.0
     resident_kv_tokens: int = 0
+    host_tokens: int = 0
     quality_degraded: bool = False
     last_block_id: str | None = None
     live_blocks: int = 0

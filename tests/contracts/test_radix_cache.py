@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from sparsejax import radix_control
 from sparsejax.errors import CacheTooSmallError, PinRefusedError, RequestError
 from sparsejax.mock import MockMethod
 from sparsejax.request import ChainOptions, PrefixOptions
@@ -510,6 +511,9 @@ def test_80_blocks_that_were_found_come_back_from_host_memory(method: str) -> No
     assert (bench.index.num_blocks, len(host.blocks)) == (0, 37), "but for what nobody has found"
     assert host.used_bytes == bench.scheduler.chains.host.used_bytes == 37 * 64
     assert moved(bench, "export_pages") == 3, "sixteen in one copy"
+    scope, ids = PrefixOptions(), np.asarray(words(150), np.uint32)
+    found = radix_control.match(bench.scheduler.caches, method, scope, ids)
+    assert (found.matched_tokens, found.host_tokens, found.miss["reason"]) == (0, 148, "evicted")
     assert bench.serve([*words(150), 4], method=method) == 148
     assert moved(bench, "import_pages") == 3
     assert len(host.blocks) == 37, "copies stay"
