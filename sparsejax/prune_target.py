@@ -149,7 +149,7 @@ class Targets:
         scope = self.chains.scope(request.method, request.salt, request.tenant)
         if chain is not None:
             scope = Scope(chain.seed, chain.tenant, chain.method, chain.fingerprint)
-        match = self.radix.index.match(scope, ids, whole=True)
+        match = self.radix.fetch(scope, ids)
         if chain is None:
             plan = self._plan(scope, ids, ranges)
             if len(match.blocks) * size < stop:

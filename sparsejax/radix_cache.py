@@ -219,6 +219,11 @@ class RadixCache:
             index.release(lease)
         return True
 
+    def fetch(self, scope: Scope, ids: np.ndarray) -> Match:
+        """What there is of these tokens, once what host memory has of them was brought back, if there is room."""
+        match = self.index.match(scope, ids, whole=True)
+        return self.index.match(scope, ids, whole=True) if self._promote(match, ids) else match
+
     def hosted(self, match: Match, ids: np.ndarray) -> list[HostBlock]:
         """The blocks in host memory that follow a match of these tokens."""
         digest = match.blocks[-1].digest if match.blocks else match.scope.seed

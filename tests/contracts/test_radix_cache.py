@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from sparsejax import radix_control
 from sparsejax.errors import CacheTooSmallError, PinRefusedError, RequestError
 from sparsejax.mock import MockMethod
+from sparsejax.prune_records import PrunePart, PruneRequest
 from sparsejax.request import ChainOptions, PrefixOptions
 from sparsejax.settings import EngineSettings
 from tests.host.bench import Bench
@@ -568,6 +569,28 @@ def test_a_deleted_subtree_is_gone_from_host_memory_too() -> None:
     assert not bench.index.num_blocks
     assert not host.blocks
     assert bench.serve([*words(80), 5]) == 0
+    bench.check_all_free()
+
+
+def test_what_is_pruned_is_gone_from_host_memory_too() -> None:
+    bench = Shared()
+    for tail in (3, 4):
+        bench.serve([*words(80), tail])
+    leave(bench)
+    host = bench.scheduler.radix.host
+    assert len(host.blocks) == 20
+    ids = np.asarray(words(80), np.uint32)
+    job = bench.scheduler.prunes.submit(PruneRequest("dense", ids, (PrunePart(((20, 60),), 0),)))
+    assert bench.index.num_blocks == 15, "up to the end of the range it was brought back"
+    while bench.scheduler.prunes.get(job.prune_id, "").status in ("queued", "running"):
+        bench.step()
+    assert bench.scheduler.prunes.get(job.prune_id, "").status == "completed"
+    assert len(host.blocks) == 10, "the ten blocks of the range are not here either"
+    request_id = bench.submit([*words(80), 5], 9)
+    bench.run()
+    stats = bench.last(request_id).stats
+    assert (stats.cached_tokens, stats.resident_prefix_tokens, stats.degraded_tokens) == (80, 40, 60)
+    assert bench.serve([*words(80), 6], prefix=PrefixOptions(exact=True)) == 20
     bench.check_all_free()
 
 
