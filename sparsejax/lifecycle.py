@@ -459,11 +459,12 @@ class Lifecycle:
 
         Never less than a few queries at once: in smaller pieces a job takes longer than its rows are worth.
         """
-        sizes = sorted({tokens for _, tokens in self.planner.buckets})
+        buckets = [b for b in self.planner.buckets if b[0] == 1] or self.planner.buckets
+        sizes = sorted({tokens for _, tokens in buckets})
         least = next((tokens for tokens in sizes if tokens >= LEAST_SLICE), sizes[-1])
         if any(seq.state is State.DECODE for seq in self.running):
             longest_s = self.settings.stall_target_ms / 1e3
-            quick = (b for b in self.planner.buckets if (self.planner.estimate_s(b) or float("inf")) <= longest_s)
+            quick = (b for b in buckets if (self.planner.estimate_s(b) or float("inf")) <= longest_s)
             return max([least, *(tokens for _, tokens in quick)])
         return sizes[-1]
 

@@ -173,7 +173,13 @@ def test_a_pruned_chain_outlives_its_engine(tmp_path, recompute: bool) -> None:
         assert report.restored_from == "disk"
         talk += output
         settle(bench)
-    bench.prune(talk, (4, 28), chain_id=report.chain_id)
+    stores[-1].close()
+    bench = Pruned(open_disk=open_disk)
+    info = bench.prune(talk, (4, 28), chain_id=report.chain_id, run=False)
+    while not bench.scheduler.prunes.get(info.prune_id, "").ended:
+        bench.step()
+        workers[-1].run()
+    assert bench.scheduler.prunes.get(info.prune_id, "").status == "completed", "it came from disk for it"
     text.drop(range(4, 28)).read([*talk[len(text.tokens) :], 7])
     expected = text.generate(5, bench.seed())
     assert bench.turn([*talk, 7], 5, report.chain_id, on_miss="error")[1] == expected
