@@ -178,7 +178,11 @@ class Program:
             self.bench.scheduler._preempt(running[which % len(running)])
 
     def evict(self, pages: int) -> None:
-        self.bench.index.evict(pages)
+        if pages % 2:
+            self.bench.index.evict(pages)
+        else:  # some of them to host memory
+            for _ in range(pages):
+                self.bench.scheduler.radix.reclaim()
         self.bench.check()
 
     def drop(self, which: int) -> None:
@@ -189,6 +193,25 @@ class Program:
     def fault(self, which: int) -> None:
         call = ("score_rows", "read_scores", "pack_rows")[which % 3]
         self.bench.runner.fail(call, 1 + which % 2, RequestError("refused"), "before")
+
+    def _path(self, which: int) -> tuple[Any, np.ndarray]:
+        """Some known text."""
+        method, text = METHODS[which % 3], [words(120, which % 2)]
+        text += [[*self.bench.requests[r].prompt_ids] for r in self.ids]
+        scope, ids = self.bench.scheduler.chains.scope(method, "", ""), np.array(text[which % len(text)], np.uint32)
+        return scope, ids[: len(self.bench.index.longest(scope, ids)) * PAGE]
+
+    def pin(self, which: int) -> None:
+        self.bench.index.pin(*self._path(which), 1.0 + which % 5)
+
+    def keep(self, which: int) -> None:
+        self.bench.index.set_retention(*self._path(which), which % 3)
+
+    def delete(self, which: int) -> None:
+        self.bench.index.delete(*self._path(which))
+
+    def wait(self, tenths: int) -> None:
+        self.bench.clock.sleep(tenths / 10)
 
     # The end.
 
@@ -206,6 +229,7 @@ class Program:
             assert not info.error or info.error["code"] != "internal_error", info
         for request_id in self.ids:
             self._check_tokens(request_id)
+        self.bench.clock.sleep(100.0)  # longer than any pin
         self.bench.check_all_free()
 
     def _check_tokens(self, request_id: str) -> None:
@@ -250,6 +274,10 @@ def draw(random_: random.Random) -> tuple[str, *tuple[int, ...]]:
         (1, lambda: ("evict", 1 + below(9))),
         (1, lambda: ("drop", below(9))),
         (1, lambda: ("fault", below(6))),
+        (1, lambda: ("pin", below(99))),
+        (1, lambda: ("keep", below(99))),
+        (1, lambda: ("delete", below(99))),
+        (1, lambda: ("wait", below(40))),
     ]
     kind = random_.choices(kinds, [weight for weight, _ in kinds])[0][1]
     return kind()

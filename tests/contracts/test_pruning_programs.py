@@ -12,6 +12,20 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.contracts.pruning_programs import Program, run
 
+_OTHERS = [
+    "cancel",
+    "cancel_job",
+    "fork",
+    "demote",
+    "preempt",
+    "evict",
+    "drop",
+    "fault",
+    "pin",
+    "keep",
+    "delete",
+    "wait",
+]
 small, any_ = st.integers(0, 9), st.integers(0, 999)
 operations = st.one_of(
     st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 110), st.integers(1, 12), st.integers(0, 34)),
@@ -24,7 +38,7 @@ operations = st.one_of(
     st.tuples(st.just("advance"), st.integers(1, 14)),
     st.tuples(st.just("advance"), st.integers(1, 14)),
     st.tuples(st.just("advance"), st.integers(1, 14)),
-    st.tuples(st.sampled_from(["cancel", "cancel_job", "fork", "demote", "preempt", "evict", "drop", "fault"]), small),
+    st.tuples(st.sampled_from(_OTHERS), small),
 )
 
 
