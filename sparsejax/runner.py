@@ -624,7 +624,7 @@ class DeviceRunner:
         return ParkedRow(parked, _nbytes(parked))
 
     def export_pages(self, method: str, pages: np.ndarray) -> SwappedRow:
-        return self._export(self._head_pages(method, pages), self._nothing)
+        return self._export(self._head_pages(method, pages), transfers.ParkedState({}, {}))
 
     def import_pages(self, method: str, pages: np.ndarray, swapped: SwappedRow) -> None:
         self._import_pages(method, pages, swapped)
