@@ -183,3 +183,33 @@ def test_exact_mode_equals_a_text_masked_from_its_start(served: Served, keep: in
     tokens, values, last = served.request(prompt, chain=ChainOptions(last.chain.chain_id, on_miss="error"))
     assert last.chain.prefilled_tokens == 1 + len(SUFFIX)
     served.check(prompt, tokens, values, [(0, gone | set(range(40, 44)))])
+
+
+def test_56_requests_that_run_meanwhile_are_not_disturbed(served: Served) -> None:
+    served.request(PROMPT, 1)
+    other, count = tokens_of(9, 21), 30
+    alone, values, _ = served.request(other, count)
+    events: list = []
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=1)
+    reader: list = []
+    on_path = [*PROMPT, *SUFFIX]
+    for name, prompt, seen in (("other", other, events), ("reader", on_path, reader)):
+        prefix = PrefixOptions(salt="s" if name == "other" else "")
+        request = Request(name, tuple(prompt), params, prefix=prefix)
+        served.scheduler.add(served.scheduler.prepare(request, seen.append))
+    for _ in range(6):
+        served.scheduler.step()
+    assert reader
+    jobs = served.scheduler.prunes
+    infos = [
+        jobs.submit(PruneRequest(served.name, np.array(PROMPT, np.uint32), (PrunePart((pair,), 4),), POLICIES[-1], **o))
+        for pair, o in (((8, 20), {}), ((28, 40), {"recompute": True}))
+    ]
+    served.run()
+    assert [jobs.get(info.prune_id, "").status for info in infos] == ["completed"] * 2
+    assert [token for event in events for token in event.token_ids] == alone
+    found = np.array([each.logprob for event in events for each in event.logprobs or ()])
+    np.testing.assert_allclose(found, values, atol=ATOL.get(served.name, 1e-4), rtol=0)
+    tokens = [token for event in reader for token in event.token_ids]
+    found = np.array([each.logprob for event in reader for each in event.logprobs or ()])
+    served.check(on_path, tokens, found, [])
