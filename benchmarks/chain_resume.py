@@ -93,7 +93,10 @@ class Conversation:
         wanted = [program for program in self.runner.programs() if program.name in names]
         for compiled in self.runner.compile(wanted, compile_workers()):
             print(f"{compiled.program.label}: {compiled.lower_s + compiled.compile_s:.1f} s", flush=True)
-        settings = EngineSettings(max_num_batched_tokens=chunk, chain_host_bytes=64 << 30, chain_ttl_s=1e6)
+        # Blocks of the prefix cache would stand for rows that are on the host.
+        settings = EngineSettings(
+            max_num_batched_tokens=chunk, chain_host_bytes=64 << 30, chain_ttl_s=1e6, prefix_cache=False
+        )
         self.scheduler = Scheduler(self.runner, settings)
         self.answer = arguments.answer
         self.rng = np.random.default_rng(0)

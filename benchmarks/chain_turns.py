@@ -9,7 +9,7 @@ dense attention with and without, are served by one process and take turns, turn
 does hits all alike. In each of the last turns every side also answers the same message in a short conversation of its
 own (--context tokens): the ratio of both times to the first token is what a turn's history costs. Times are those of
 the client's socket. The side without chains only answers the turns of --baseline-turns, with the transcript of dense
-attention with chains.
+attention with chains. The prefix cache is off: it would spare that side most of its prompts.
 
 Then the conversation of the first round is held again on a server with --chain-dir, which is killed (SIGKILL) while it
 answers; the next one, with the same folder, must go on with what was processed, and say the same.
@@ -235,7 +235,7 @@ def server_options(arguments: argparse.Namespace, sides: Sequence[Side]) -> list
     options = ["--sparse-method", specs[0]]
     for spec in specs[1:]:
         options += ["--request-methods", spec]
-    return [*options, *arguments.server_options]
+    return [*options, "--no-prefix-cache", *arguments.server_options]
 
 
 def table(result: Mapping[str, Any]) -> str:

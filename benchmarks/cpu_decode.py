@@ -117,6 +117,7 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         max_model_len=length,
         max_num_seqs=count,
         generation_config="none",
+        prefix_cache=False,  # the same prompts again and again
     )
     with llm:
         ids = llm.tokenizer.encode(common.prose())
