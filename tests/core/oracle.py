@@ -26,6 +26,7 @@ def _forward(spec: ModelSpec, geometry: Geometry, storage: Storage, weights: Wei
         def attend(projected, layer=layer):
             q, k, v = finish(projected)
             payload = storage.encode(storage.params, geometry, jnp.int32(layer), k, v)
+            payload = jax.lax.optimization_barrier(payload)  # else XLA for GPUs leaves out the rounding
             tiles = {name: jnp.moveaxis(rows, 1, 0)[None] for name, rows in payload.items()}
             stored = storage.load_tile(storage.params, geometry, tiles, jnp.int32(layer))
             k, v = (jnp.moveaxis(rows[0], 0, 1) for rows in stored)

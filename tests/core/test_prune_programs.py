@@ -126,6 +126,7 @@ def _forward(spec, geometry, storage, weights, tokens, positions, mask):
         def attend(projected, layer=layer):
             q, k, v = finish(projected)
             payload = storage.encode(storage.params, geometry, jnp.int32(layer), k, v)
+            payload = jax.lax.optimization_barrier(payload)  # else XLA for GPUs leaves out the rounding
             tiles = {name: jnp.moveaxis(rows, 1, 0)[None] for name, rows in payload.items()}
             k, v = (rows[0] for rows in storage.load_tile(storage.params, geometry, tiles, jnp.int32(layer)))
             query = q.reshape(len(tokens), geometry.num_kv_heads, geometry.group_size, -1)
