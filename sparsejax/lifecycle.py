@@ -223,9 +223,13 @@ class Lifecycle:
         claimed = seq.chain is not None and not seq.begun
         if self.memory.free_rows:
             self.radix.attach(seq)
-        if not self._find_room(seq, window, window if self.running else 1, claimed):
+        least = window if self.running else 1
+        if not self._find_room(seq, window, least, claimed):
+            twice = seq.attached > 0 and seq.chain is not None and seq.chain.payload is not None
             self.radix.detach(seq)
-            return False
+            # Blocks beside the chain's own rows may be what there is no room for.
+            if not twice or not self._find_room(seq, window, least, claimed):
+                return False
         group = seq.group
         (self.waiting if seq.swapped is None else self.swapped).remove(seq)
         self._seat(seq)

@@ -436,6 +436,22 @@ def test_rows_on_the_host_stay_there_while_blocks_serve_as_well() -> None:
     bench.check_all_free()
 
 
+@pytest.mark.parametrize("pages", range(58, 72, 2))
+def test_a_turn_needs_no_room_for_blocks_beside_its_chain(pages: int) -> None:
+    """Decoded rows of this method are its chain's alone, so blocks of the same text take pages of their own."""
+    bench = Shared({"chain_host_bytes": 0}, num_sequence_pages=1 + pages)
+    request_id = bench.submit(words(10), 90, "selects", prefix=None, chain=ChainOptions())
+    bench.run()
+    chain_id, talk = bench.last(request_id).chain.chain_id, [*words(10), *bench.tokens(request_id)]
+    bench.serve([*talk, *words(20, 1)], method="selects")
+    goes_on = ChainOptions(chain_id, on_miss="error")
+    again = bench.submit([*talk, *words(20, 1), *words(50, 2)], 40, "selects", prefix=None, chain=goes_on)
+    bench.run()
+    bench.check_done(again)
+    assert bench.last(again).chain.reused_tokens in (99, 120)
+    bench.check_all_free()
+
+
 def test_what_is_told_first_is_what_happens() -> None:
     bench = Shared(prefill_buckets=((1, 16),))
     ids = [bench.submit([*words(40), seed], 9, prefix=None, chain=ChainOptions()) for seed in range(4)]
