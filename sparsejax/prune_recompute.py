@@ -74,6 +74,10 @@ class Recomputer:
         moved = False
         try:
             pages.adopt(self._old(target)[..., : text.first // self.page_size])
+            need = self.memory.geometry.pages(len(text.rows) - text.first)
+            while not self.worker.affordable(target, need):
+                yield Wait(Slice.BLOCKED, "there are no free pages for what is computed again")
+                self._check(target, text)
             yield from self._compute(request.method, text, pages, target)
             self._check(target, text)
             while self._hindered(target, text):

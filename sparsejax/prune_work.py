@@ -11,6 +11,7 @@ from sparsejax import prune_scores
 from sparsejax.cache.chain import Chain, ChainState
 from sparsejax.cache.pages import PoolExhaustedError
 from sparsejax.cache.radix_records import Lease, Match, StalePlanError
+from sparsejax.chain_rows import DeviceRows, size_of
 from sparsejax.errors import PruneConflictError
 from sparsejax.launches import call_runner
 from sparsejax.plans import ArrayTicket, PackRows, RowScores, ScoreRow, Ticket
@@ -184,12 +185,22 @@ class Worker:
             self.awaited = None
         return awaited.value
 
+    def affordable(self, target: Target, pages: int) -> bool:
+        """So many pages of each layer and head may be had, if chains and blocks that nobody needs now give way."""
+        geometry, chain = self.memory.geometry, target.chain
+        granularity = self.targets.granularity(target.scope.method)
+        heads = int(np.prod(geometry.table_shape(granularity)))
+        own = size_of(chain.payload) if chain is not None and isinstance(chain.payload, DeviceRows) else 0
+        spare = self.chains.tiers.reclaimable() - own
+        return pages * heads * geometry.head_pages_per_page(granularity) <= self.memory.pool.free_head_pages + spare
+
     def make_room(self, target: Target, pages: int) -> bool:
         """Has so many pages of each layer and head free that are promised to nobody, if it can."""
         granularity = self.targets.granularity(target.scope.method)
         heads = int(np.prod(self.memory.geometry.table_shape(granularity)))
         while not self.memory.fits_aside(granularity, pages * heads):
-            if not self.chains.reclaim(keep=target.chain):
+            # Nothing is given up for what can't be done yet anyway.
+            if not self.affordable(target, pages) or not self.chains.reclaim(keep=target.chain):
                 return False
         return True
 

@@ -228,3 +228,16 @@ def test_89_a_job_of_exact_mode_that_is_cancelled_leaves_nothing() -> None:
     assert steps > 5
     bench.run()
     bench.check_all_free()
+
+
+def test_exact_mode_gives_nothing_up_for_what_has_no_room_anyway() -> None:
+    bench = Pruned({"chain_checkpoints": 0}, num_sequence_pages=1 + 33)
+    report, output = bench.turn(words(60), 10)
+    other, _ = bench.turn(words(40, 1), 4)
+    chains = bench.scheduler.chains.index.chains
+    options = {"chain_id": report.chain_id, "recompute": True, "block_timeout_s": 0.5}
+    assert bench.prune([*words(60), *output], (0, 4), **options).status == "blocked"
+    assert [chains[each.chain_id].tier.name for each in (report, other)] == ["DEVICE", "DEVICE"]
+    assert bench.prune([*words(60), *output], (40, 44), **options).status == "completed"
+    assert chains[other.chain_id].tier.name == "HOST"
+    bench.check_all_free()

@@ -21,7 +21,7 @@ PROMPT, SUFFIX = tokens_of(1, 48), tokens_of(2, 7)
 RANGES = [(8, 20), (28, 32)]
 KNOBS = {"quest": {"quest_chunk_size": PAGE}}  # its read budget is larger than the window, so it reads all rows
 NAMES = ["dense", "quest", "fp8_kv"]
-ATOL = {"fp8_kv": 2e-2}  # of log-probabilities: codes of 8-bit floats may round the other way
+ATOL = {"fp8_kv": 1e-3}  # of log-probabilities: codes of 8-bit floats may round the other way
 
 
 class Served:
