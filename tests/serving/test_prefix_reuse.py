@@ -8,10 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
+from sparsejax import cli
 from sparsejax.config import ServerConfig
+from sparsejax.engine import Engine
 from sparsejax.llm import LLM
 from sparsejax.mock import MockMethod, MockRunner
 from sparsejax.request import ChainOptions, PrefixOptions, SamplingParams
+from sparsejax.serve import serve_built
 from sparsejax.settings import EngineSettings
 from tests.serving.conftest import LiveServer, Servers
 from tests.serving.mocks import MockBuilt, say_script
@@ -140,6 +143,11 @@ def test_lookups_see_what_a_turn_would_reuse(server: LiveServer) -> None:
 
 
 def test_it_can_be_off(servers: Servers) -> None:
+    assert cli.parse_serve([], environ={}).engine.prefix_cache
+    assert not cli.parse_serve(["--no-prefix-cache"], environ={}).engine.prefix_cache
+    runner = MockRunner()
+    with Engine(runner, EngineSettings(prefix_cache=False)) as engine:
+        assert not serve_built(MockBuilt(runner, engine), ServerConfig()).prefix_cache
     server = servers.start(settings=EngineSettings(prefix_cache=False))
     for _ in range(2):
         response = post(server, {"prompt": ids(8), "chain": False})
@@ -174,8 +182,6 @@ def test_101_metrics_are_what_the_books_say(servers: Servers) -> None:
 
 
 def test_llm_shares_within_a_process() -> None:
-    from sparsejax.engine import Engine
-
     runner = MockRunner(script=say_script, verify=False)
     with LLM.from_built(MockBuilt(runner, Engine(runner))) as llm:
         params = SamplingParams(max_tokens=2, temperature=0.0)
