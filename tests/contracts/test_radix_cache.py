@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from sparsejax import radix_control
+from sparsejax.cache.radix_tree import up
 from sparsejax.errors import CacheTooSmallError, PinRefusedError, RequestError
 from sparsejax.mock import MockMethod
 from sparsejax.prune_records import PrunePart, PruneRequest
@@ -421,6 +422,30 @@ def test_61_a_turn_on_others_rows_that_is_cut_off_leaves_the_chain_as_it_was(whe
     bench.check_all_free()
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_61_it_is_as_it_was_without_a_checkpoint_too(where: str, when: int) -> None:
+    bench = Shared(prefill_buckets=((1, 16),))
+    first, talk = turn(bench, words(40))
+    index = bench.scheduler.chains.index
+    chain = index.chains[first.chain_id]
+    bench.serve([*talk, *words(50, 1)])
+    index.drop_checkpoints(chain)
+    if where == "host":
+        assert bench.scheduler.chains.tiers.demote(chain)
+    goes_on = ChainOptions(first.chain_id, on_miss="error")
+    request_id = bench.submit([*talk, *words(50, 1), *words(90, 2)], 9, prefix=None, chain=goes_on)
+    bench.step(when)
+    assert bench.scheduler.groups[request_id].choices[0].attached == 96
+    bench.scheduler.cancel(request_id)
+    bench.run()
+    assert (chain.state.name, chain.processed, chain.tier.name) == ("IDLE", 48, where.upper())
+    bench.index.evict(99)
+    report, _ = turn(bench, [*talk, 7], chain_id=first.chain_id, on_miss="error")
+    assert report.reused_tokens >= 48
+    bench.check_all_free()
+
+
 def test_rows_on_the_host_stay_there_while_blocks_serve_as_well() -> None:
     bench = Shared()
     first, talk = turn(bench, words(40))
@@ -487,6 +512,26 @@ def test_misses_are_told_and_counted() -> None:
 
 
 # What goes first.
+
+
+def test_blocks_of_a_conversation_are_as_old_as_its_last_turn() -> None:
+    bench = Shared()
+    report, talk = turn(bench, words(40))
+    for days in (0, 1):
+        bench.scheduler.clock.sleep(days * 86_400.0)
+        bench.serve(words(40, 1 + days))
+        if not days:
+            turn(bench, [*talk, 3], chain_id=report.chain_id)
+    chains = bench.scheduler.chains.index
+    chains.drop(chains.chains[report.chain_id], "deleted")
+    order = []
+    while (victim := bench.index.next_victim()) is not None:
+        path = list(up(victim))
+        order.append(path[-1].key)
+        bench.index.evict(1)
+    beginnings = [np.asarray(words(PAGE, seed), "<u4").tobytes() for seed in (1, 0, 2)]
+    assert list(dict.fromkeys(order)) == beginnings, "not as of the end of the conversation"
+    bench.check_all_free()
 
 
 def test_a_block_that_many_have_found_outlives_a_conversation() -> None:
