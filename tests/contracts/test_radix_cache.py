@@ -516,12 +516,12 @@ def test_misses_are_told_and_counted() -> None:
 
 def test_blocks_of_a_conversation_are_as_old_as_its_last_turn() -> None:
     bench = Shared()
-    report, talk = turn(bench, words(40))
+    report, talk = turn(bench, words(40), ttl_s=1e9)
     for days in (0, 1):
         bench.scheduler.clock.sleep(days * 86_400.0)
         bench.serve(words(40, 1 + days))
         if not days:
-            turn(bench, [*talk, 3], chain_id=report.chain_id)
+            turn(bench, [*talk, 3], chain_id=report.chain_id, ttl_s=1e9)
     chains = bench.scheduler.chains.index
     chains.drop(chains.chains[report.chain_id], "deleted")
     order = []
