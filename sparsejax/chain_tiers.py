@@ -55,6 +55,7 @@ class Tiers(DiskTier):
         super().__init__(*args)
         self._expired_s = self._clock()
         self._reclaimable = (-1, 0)  # as of so many changes of the index
+        self._first: tuple[int, float, list[Chain]] = (-1, 0.0, [])  # as of so many changes: those that go first
         self._held: dict[Chain, tuple[int, int]] = {}  # version of each chain, and its head-pages on the device
         self._leaving: list[SwappedRow] = []  # copies under way, which take device memory until they are there
 
@@ -88,11 +89,13 @@ class Tiers(DiskTier):
         Of `keep` at most checkpoints are taken, and these last. Those that wait go to the host; what has no room there
         is given up only by `forget`.
         """
-        victims = [chain for chain in self.index.victims() if chain is not keep]
         block = self.block_value()
-        spare = not victims or (block is not None and block <= self.index.value(victims[0], self._clock()))
-        if block is not None and spare and self.give_blocks():
-            return True
+        if block is not None:
+            first = self._first_victim(keep)
+            spare = first is None or block <= self.index.value(first, self._clock())
+            if spare and self.give_blocks():
+                return True
+        victims = [chain for chain in self.index.victims() if chain is not keep]
         others = (*victims, *self._others(keep, set(victims)))
         for chain in others:
             if any(c.kind != "prefix" for c in chain.checkpoints):
@@ -116,6 +119,17 @@ class Tiers(DiskTier):
         if any(self.demote(chain) or (forget is not None and forget(chain)) for chain in waiting):
             return True
         return own_checkpoints and keep is not None and self.index.drop_checkpoints(keep) > 0
+
+    def _first_victim(self, keep: Chain | None) -> Chain | None:
+        """The idle chain that goes first, looked for again only if chains have changed, or a second later.
+
+        Blocks go one page at a time: with each of them all chains would be sorted.
+        """
+        changes, looked_s, first = self._first
+        if changes != self.index.changes or self._clock() - looked_s > 1.0:
+            first = self.index.victims()[:2]
+            self._first = self.index.changes, self._clock(), first
+        return next((chain for chain in first if chain is not keep), None)
 
     def _others(self, keep: Chain | None, victims: set[Chain]) -> list[Chain]:
         return [c for c in self.index.chains.values() if c is not keep and c not in victims]
