@@ -511,6 +511,38 @@ def test_misses_are_told_and_counted() -> None:
     bench.check_all_free()
 
 
+def test_91_exact_turns_leave_pruned_chains_alone() -> None:
+    bench = Shared()
+    first, talk = turn(bench, words(60))
+    ids = np.asarray(talk[:60], np.uint32)
+    parts = (PrunePart(((20, 40),), 0),)
+    job = bench.scheduler.prunes.submit(PruneRequest("dense", ids, parts, chain_id=first.chain_id))
+    bench.run()
+    assert bench.scheduler.prunes.get(job.prune_id, "").status == "completed"
+    chain = bench.scheduler.chains.index.chains[first.chain_id]
+    assert chain.quality.pruned_tokens == 20
+
+    def exact(chain_id: str | None, **options):
+        request = [*talk, 3, 4, 5]
+        chain_options = ChainOptions(chain_id, **options)
+        return bench.submit(request, 9, prefix=PrefixOptions(exact=True), chain=chain_options)
+
+    refused = exact(first.chain_id, on_miss="error")
+    assert bench.last(refused).error.reason == "pruned"
+    named, unnamed = exact(first.chain_id), exact(None)
+    bench.run()
+    bench.check_done(named, unnamed)
+    reports = [bench.last(request_id).chain for request_id in (named, unnamed)]
+    assert [(r.status, r.miss) for r in reports] == [("recreated", "pruned"), ("created", "pruned")]
+    assert all(r.reused_tokens == 20 and not r.quality["pruned_tokens"] for r in reports), "up to the range"
+    assert first.chain_id not in {r.chain_id for r in reports}
+    anyhow = bench.submit([*talk, 3], 9, prefix=None, chain=ChainOptions(first.chain_id, on_miss="error"))
+    bench.run()
+    assert bench.last(anyhow).chain.reused_tokens >= len(talk) - 1
+    assert bench.last(anyhow).stats.degraded_tokens > 0
+    bench.check_all_free()
+
+
 # What goes first.
 
 
