@@ -204,7 +204,7 @@ class RadixIndex(RadixHealer):
           ids: uint32, all tokens that the row has computed, in its pages behind those of the lease.
         """
         self._check(lease)
-        keys = () if lease.closed else tuple(self._keys(ids, True)[len(lease.blocks) :])
+        keys = () if lease.closed else tuple(self._keys(ids[len(lease.blocks) * self.block_tokens :], True))
         node = lease.blocks[-1] if lease.blocks else self.roots.get(lease.scope.seed)
         at = (len(lease.blocks) - 1) * self.block_tokens
         if lease.blocks and lease.blocks[-1].key != self._keys(ids[at : at + self.block_tokens], True)[0]:
