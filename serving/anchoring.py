@@ -163,13 +163,17 @@ async def text(
     *,
     add_special_tokens: bool = True,
     wait: bool = True,
+    param: str = "prompt",
 ) -> Prompt:
-    """Ids of a text completion request with a chain. Arguments as in `chat`. Raises RequestError."""
+    """Ids of a text completion request with a chain. Arguments as in `chat`, `param` is the field with the text.
+
+    Raises RequestError.
+    """
     history, tokenizer = state.history, served.tokenizer
     scope = scope_of(chain.tenant, chain.salt, method, {})
 
     def prepare() -> tuple[str | None, list[str]]:
-        prompts.refuse_huge(served, prompt, "prompt")
+        prompts.refuse_huge(served, prompt, param)
         sealed = tokenizer.seal(prompt, add_special_tokens)
         return sealed, [] if sealed is None else history.texts.find(scope, sealed.encode())
 

@@ -251,7 +251,7 @@ class Client:
         """How much of a conversation, a text or some tokens is there. Give exactly one of the three.
 
         Args:
-          fields: of the request: sparse_method, cache_salt, chain_id, ...
+          fields: of the request: sparse_method, cache_salt, require_unpruned, ...
         """
         body = {"messages": messages and list(messages), "text": text, "token_ids": token_ids and list(token_ids)}
         body = {name: value for name, value in body.items() if value is not None} | fields

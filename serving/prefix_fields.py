@@ -146,7 +146,8 @@ async def selected(
     text = body.text if body.text is not None else body.prompt
     if text is not None:
         special = body.add_special_tokens is not False
-        found = await anchoring.text(state, served, text, method, chain, add_special_tokens=special, wait=wait)
+        how = {"add_special_tokens": special, "wait": wait}
+        found = await anchoring.text(state, served, text, method, chain, **how, param=given[0])
         conversation = None
     else:
         conversation = _conversation(served, body)

@@ -37,7 +37,8 @@ def match(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray) 
     miss = None if why is None else {"reason": why.reason, "message": why.text, "token": why.token}
     degraded = found.missing > 0 or found.tainted > 0
     blocks, resident = found.blocks, len(found.pages)
-    matched = _matched(caches, method, len(ids), blocks[-1] if blocks else None, resident, degraded, miss)
+    last = blocks[-1] if blocks else None
+    matched = _matched(caches, method, options, len(ids), last, resident, degraded, miss)
     return dataclasses.replace(matched, host_tokens=len(caches.radix.hosted(found, ids)) * index.block_tokens)
 
 
@@ -63,7 +64,7 @@ def routed(caches: Caches, method: str, options: PrefixOptions, ids: np.ndarray)
             pages, degraded, node = pages + len(node.pages or ()), degraded or node.cut is not None, node.base
         if index.changes == version:
             break
-    return dataclasses.replace(_matched(caches, method, len(ids), last, pages, degraded, None), snapshot=True)
+    return dataclasses.replace(_matched(caches, method, options, len(ids), last, pages, degraded, None), snapshot=True)
 
 
 def inspect(
@@ -231,6 +232,7 @@ def _check_method(caches: Caches, method: str) -> None:
 def _matched(
     caches: Caches,
     method: str,
+    options: PrefixOptions,
     tokens: int,
     last: Block | None,
     pages: int,
@@ -252,7 +254,7 @@ def _matched(
         resident_kv_tokens=pages * size,
         quality_degraded=degraded,
         last_block_id=last.digest.hex() if last else None,
-        live_blocks=index.num_blocks,
+        live_blocks=index.blocks_of[options.tenant],
         miss=miss,
     )
 

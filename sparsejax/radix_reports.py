@@ -20,7 +20,7 @@ class PrefixMatch:
       host_tokens: behind the matched ones, in host memory: a request brings them back if there is room.
       quality_degraded: rows of the match are missing, or were computed while others were.
       last_block_id: digest of the match's last block, hexadecimal.
-      live_blocks: in the whole cache.
+      live_blocks: of this API key, whatever they are of.
       miss: why less was found than could have been: reason, message, and the token where it ends.
       snapshot: read beside the engine's thread, see `radix_control.routed`.
     """

@@ -178,7 +178,8 @@ class ChainIndex:
             return chain
         origin = self.ids.origin(chain_id)
         if chain is not None or origin in ("forged", "foreign"):
-            raise ChainNotFoundError(f"chain {chain_id} is not known here ({origin} id)", chain_id=chain_id)
+            shown = "foreign" if origin == "foreign" else "forged"  # that another tenant has it is not said
+            raise ChainNotFoundError(f"chain {chain_id} is not known here ({shown} id)", chain_id=chain_id)
         reason = "restart" if origin == "older" else self.tombstones.get(chain_id, "forgotten")
         raise ChainGoneError(f"chain {chain_id} is gone ({reason})", chain_id=chain_id, reason=reason)
 

@@ -50,7 +50,7 @@ def of_divergence(chain: Chain, ids: np.ndarray, reused: int) -> Miss | None:
     common = _common(chain, ids, None)
     if chain.busy or common <= reused or common >= len(chain.ledger):
         return Miss("busy", f"chain {chain.chain_id} has a turn under way") if chain.busy else None
-    return Miss("diverged", f"diverged from chain {chain.chain_id} at token {common}", common)
+    return _parting(chain, ids, common)
 
 
 def of_nothing(chains: Iterable[Chain], dead: Mapping[bytes, str], turn: Turn, hashes: list[bytes]) -> Miss:
@@ -78,11 +78,18 @@ def of_nothing(chains: Iterable[Chain], dead: Mapping[bytes, str], turn: Turn, h
             continue
         best = common
         if chain.seed == turn.seed:
-            found = Miss("diverged", f"diverged from chain {chain.chain_id} at token {common}", common)
+            found = _parting(chain, turn.ids, common)
         else:
             what = differing(chain, turn)
             found = Miss(what, f"chain {chain.chain_id} has the first {common} of these tokens, but another {what}")
     return found
+
+
+def _parting(chain: Chain, ids: np.ndarray, common: int) -> Miss:
+    """Of tokens that are a chain's up to `common`."""
+    if common >= len(ids):
+        return Miss("short", f"all {common} tokens are those of chain {chain.chain_id}: there is none to go on with")
+    return Miss("diverged", f"diverged from chain {chain.chain_id} at token {common}", common)
 
 
 def differing(chain: Chain, turn: Turn) -> str:

@@ -163,6 +163,7 @@ class RadixTree:
         self.block_tokens = block_tokens
         self.roots: dict[bytes, Block] = {}
         self.num_blocks = 0
+        self.blocks_of: collections.Counter[str] = collections.Counter()  # by tenant
         self.num_pages = 0
         self.free_pages = 0  # payloads of blocks that nobody holds: all of them can go
         self.pinned_pages: collections.Counter[str] = collections.Counter()  # by tenant
@@ -196,6 +197,7 @@ class RadixTree:
         parent.children[key] = block
         self._ghosts.pop(block.digest, None)
         self.num_blocks += 1
+        self.blocks_of[parent.scope.tenant] += 1
         self._fill(block, pages, parent)
         return block
 
@@ -268,6 +270,7 @@ class RadixTree:
             block.alive, block.entry = False, None
             self.on_lost(block, True)
             self.num_blocks -= 1
+            self.blocks_of[block.scope.tenant] -= 1
             self.changes += 1
             if known:
                 self._ghosts[block.digest] = None
@@ -404,6 +407,8 @@ class RadixTree:
             if block.held and not all(b.held for b in up(block)):
                 raise IntegrityError("a block is held and one above it is not")
         pages = [(b, len(b.pages or ())) for b in blocks]
+        if +self.blocks_of != collections.Counter(b.scope.tenant for b in blocks):
+            raise IntegrityError("blocks of a tenant are miscounted")
         if self.num_blocks != len(blocks) or self.num_pages != sum(n for _, n in pages):
             raise IntegrityError("blocks or pages are miscounted")
         if self.free_pages != sum(n for b, n in pages if not b.held):

@@ -10,7 +10,13 @@ import pytest
 
 from sparsejax.cache.chain import ChainIds, Checkpoint, seed_of
 from sparsejax.cache.chain_index import ChainIndex, Turn
-from sparsejax.errors import ChainBusyError, ChainFingerprintError, ChainGoneError, ChainMismatchError
+from sparsejax.errors import (
+    ChainBusyError,
+    ChainFingerprintError,
+    ChainGoneError,
+    ChainMismatchError,
+    ChainNotFoundError,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -62,6 +68,19 @@ def test_a_divergence_is_found_to_the_token(at: int) -> None:
     assert (caught.value.reason, caught.value.token) == ("diverged", at)
 
 
+@pytest.mark.parametrize("tokens", [100, 256, 599])
+def test_a_prompt_that_ends_inside_a_chain_has_not_diverged(tokens: int) -> None:
+    index = ChainIndex(ChainIds(b"x"), lambda payload: None, time.monotonic)
+    ids = words(600)
+    chain = keep(index, ids)
+    plan = index.plan(turn(ids[:tokens]))
+    assert (plan.status, plan.miss, plan.diverged_at) == ("created", "short", None)
+    assert chain.chain_id in (plan.reason or "")
+    index.add_checkpoint(chain, Checkpoint("prompt_end", 50, object()))
+    plan = index.plan(turn(ids[:tokens]))
+    assert (plan.status, plan.reused, plan.miss, plan.diverged_at) == ("forked", 50, "short", None)
+
+
 def test_what_tells_chains_apart_is_named() -> None:
     index = ChainIndex(ChainIds(b"x"), lambda payload: None, time.monotonic)
     ids = words(600)
@@ -79,6 +98,17 @@ def test_what_tells_chains_apart_is_named() -> None:
             index.plan(turn(more, chain_id=chain.chain_id, on_miss="error", **fields))
         assert caught.value.reason == word
     assert index.plan(turn(more, tenant="another")).miss == "cold", "others' chains say nothing"
+
+
+def test_an_id_of_another_tenant_is_like_one_that_nobody_issued() -> None:
+    index = ChainIndex(ChainIds(b"x"), lambda payload: None, time.monotonic)
+    theirs, forged = keep(index, words(600), tenant="a").chain_id, "chain_nobody"
+    said = []
+    for name in (theirs, forged):
+        with pytest.raises(ChainNotFoundError) as caught:
+            index.find(name, "b")
+        said.append(caught.value.message.replace(name, "..."))
+    assert said[0] == said[1]
 
 
 def test_the_end_of_a_chain_is_remembered() -> None:

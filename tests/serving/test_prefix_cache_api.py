@@ -379,7 +379,7 @@ def test_97_keys_do_not_see_each_other(servers: Servers) -> None:
     assert call(server, "match", {"token_ids": tokens}, headers=a)["matched_tokens"] == 36
     for name in ("match", "routing_match"):
         found = call(server, name, {"token_ids": tokens}, headers=b)
-        assert (found["matched_tokens"], found["last_block_id"]) == (0, None)
+        assert (found["matched_tokens"], found["last_block_id"], found["live_blocks"]) == (0, None, 0)
     theirs, never = (call(server, "match", {"token_ids": t}, headers=b)["miss"] for t in (tokens, ids(31)))
     assert theirs["reason"] == never["reason"] == "cold", "nothing tells a guess that is right from one that is not"
     assert not call(server, "inspect", {"token_ids": tokens, "include_subtree": True}, headers=b)["matched"]
@@ -457,7 +457,8 @@ def test_selectors_are_checked(server: LiveServer, name: str) -> None:
         assert bad({"token_ids": value}, 400, "invalid_type")["param"].startswith("token_ids")
     bad({"token_ids": [1] * 5000}, 400, "context_length_exceeded")
     bad({"text": 5}, 400, "invalid_type")
-    bad({"text": "x" * 200_000}, 400, "context_length_exceeded")
+    for field in ("text", "prompt"):
+        assert bad({field: "x" * 200_000}, 400, "context_length_exceeded")["param"] == field
     bad({"messages": []}, 400, "invalid_value")
     bad({"messages": [{"role": "user"}]}, 400, "invalid_value")
     bad({"messages": [5]}, 400, "invalid_type")
