@@ -304,7 +304,7 @@ class Lifecycle:
 
     def _relieve(self, seq: Sequence, purpose: str) -> None:
         """Frees pages by swapping somebody out. If there is nobody, `seq` can't go on and ends."""
-        if self.chains.reclaim():
+        if self.chains.reclaim() or self.prunes.give_way():
             return
         victim = self._victim()
         if victim is not None:

@@ -30,6 +30,7 @@ log = logging.getLogger("sparsejax.engine")
 MAX_JOBS = 1000
 MAX_UNFINISHED = 64
 _RETRY_S = 0.02  # before what a job waits for is looked at again
+_MOST_BEGINNINGS = 3  # of a job that gives way to requests
 
 
 class _Job:
@@ -42,6 +43,7 @@ class _Job:
         self.submitted_s = self.served_s = self.tried_s = now_s
         self.blocked_s: float | None = None
         self.watchers: list[Future[PruneInfo]] = []
+        self.given_way = 0
 
 
 class PruneJobs:
@@ -208,6 +210,25 @@ class PruneJobs:
             text = f"{job.why}: it was waited for {now - job.blocked_s:.1f} s"
             self._end(job, "blocked", error={"code": "prune_blocked", "message": text})
         return False
+
+    def give_way(self) -> bool:
+        """Jobs give back what they have, for a request that can't go on without it, and begin again later.
+
+        Returns False if they had nothing.
+        """
+        if not self._worker.holding:
+            return False
+        now, why = self._clock(), "requests needed its pages"
+        for job in list(self._open):
+            job.work.close()
+            job.given_way += job.info.status == "running"
+            if job.given_way >= _MOST_BEGINNINGS:
+                self._end(job, "blocked", error={"code": "prune_blocked", "message": f"{why} {job.given_way} times"})
+                continue
+            job.work = self._worker.run(job.request)
+            job.state, job.why, job.tried_s = Slice.BLOCKED, why, now
+            job.blocked_s = now if job.blocked_s is None else job.blocked_s
+        return True
 
     def _started(self, job: _Job, now: float) -> None:
         if job.info.status == "queued":

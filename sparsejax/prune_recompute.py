@@ -106,6 +106,9 @@ class Recomputer:
             ids = request.ids[:known]
             if known < target.stop:
                 raise StalePlanError("a path has become shorter")
+            before = tuple(cut for cut in old if cut.start < target.stop)
+            if not np.array_equal(row_layout.positions(before, target.stop), target.rows):
+                raise StalePlanError("a path has lost rows while it was scored")
         else:
             ids, old, match = chain.ledger[: chain.processed], chain.cuts, None
             if target.plan is not None:

@@ -23,7 +23,9 @@ from sparsejax.memory import Memory
 from sparsejax.plans import ParkedRow, Runner, UnparkRow
 from sparsejax.prune_records import PruneRequest
 from sparsejax.radix_cache import RadixCache
-from sparsejax.rows import RowPages
+from sparsejax.rows import RowPages, ceil_div
+
+_PATIENCE = 256  # steps towards room for a chain's rows in one slice of a job
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,9 +312,17 @@ class Targets:
 
     def bring(self, chain: Chain) -> bool:
         """One step towards an idle chain being on the device. Returns whether it is there."""
-        if self.chains.tiers.bring(chain):
-            return True
-        rows = chain.payload
-        if not isinstance(rows, DeviceRows) and rows.in_memory:
-            self.chains.reclaim(keep=chain)
+        granularity, tiers = self.granularity(chain.method), self.chains.tiers
+        for _ in range(_PATIENCE):
+            if tiers.bring(chain):
+                return True
+            rows = chain.payload
+            need = int(ceil_div(rows.lengths, self.page_size).sum())
+            if not rows.in_memory or self.memory.fits_aside(granularity, need):
+                return False
+            wanted = need * self.memory.geometry.head_pages_per_page(granularity)
+            # Nothing is given up for what can't be done yet anyway.
+            short = wanted > self.memory.pool.free_head_pages + tiers.reclaimable()
+            if short or not self.chains.reclaim(keep=chain):
+                return False
         return False

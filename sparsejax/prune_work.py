@@ -60,6 +60,11 @@ class Worker:
         self._recomputer = Recomputer(self)
         self.awaited: Awaited | None = None
 
+    @property
+    def holding(self) -> bool:
+        """Jobs have pages, paths or rows of the engine's."""
+        return bool(self.radix.borrowed or self.leases or self.memory.lent_rows)
+
     def run(self, request: PruneRequest) -> Work:
         """The whole job. Returns its result; raises RequestError with nothing changed."""
         for _ in range(MAX_ATTEMPTS):

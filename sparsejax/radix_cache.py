@@ -253,7 +253,7 @@ class RadixCache(RadixRoom):
         Of `visible` tokens of the output only the rows stay that its chain keeps: others will be written over.
         """
         shown = len(seq.output) - 1 if visible is None else min(visible, len(seq.output) - 1)
-        if seq.group.facts.pure_tokens and seq.output:
+        if seq.group.facts.pure_tokens and seq.output and not seq.unconfirmed:
             self._publish(seq, min(seq.computed, len(seq.group.prompt) + shown))
         if seq.chain is not None and seq.lease is not None:
             self.index.touch(seq.lease)

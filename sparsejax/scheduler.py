@@ -106,6 +106,8 @@ class Scheduler(Lifecycle):
         if self._stuck < 3:  # one iteration without progress is normal after a preemption
             return
         self._stuck = 0
+        if self.prunes.give_way():
+            return
         live = (seq for group in self.groups.values() for seq in group.choices if seq.state is not State.FINISHED)
         seq = min(live, key=age)
         log.error("request %s can make no progress on an idle engine", seq.group.request_id)

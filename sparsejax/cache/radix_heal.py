@@ -28,6 +28,7 @@ class RadixHealer(RadixKeeper):
 
     def pinned_beside(self, path: Sequence[Block], behind: int) -> bool:
         """Whether a text is pinned that parts from a path behind so many of its blocks."""
+        self.expire_pins()
         return any(block.pins for block in self._beside(path, behind))
 
     def _beside(self, path: Sequence[Block], behind: int) -> Iterator[Block]:

@@ -351,3 +351,28 @@ def test_a_chain_that_a_turn_takes_while_it_is_scored_is_scored_again() -> None:
     expected = text.read([talk[-1], 2]).generate(5, bench.seed())
     assert bench.turn([*talk, 2], 5, report.chain_id, on_miss="error")[1] == expected
     bench.check_all_free()
+
+
+def test_a_chain_on_the_host_comes_for_its_pruning_if_there_is_room() -> None:
+    windows = dict.fromkeys(("decode_window_tokens", "max_decode_window_tokens"), 4)
+    settings = {**windows, "min_decode_window_tokens": 1, "chain_checkpoints": 0}
+    bench = Pruned(settings, num_sequence_pages=1 + 40)
+    report, output = bench.turn(words(60), 10)
+    chain = bench.scheduler.chains.index.chains[report.chain_id]
+    assert bench.scheduler.chains.tiers.demote(chain)
+    bench.index.evict(1 << 30)
+    other, _ = bench.turn(words(40, 1), 4)
+    reader = bench.submit(words(90, 3), 20, prefix=None)
+    bench.step(3)
+    talk, chains = [*words(60), *output], bench.scheduler.chains.index.chains
+    info = bench.prune(talk, (8, 24), chain_id=report.chain_id, block_timeout_s=0.03)
+    assert info.status == "blocked"
+    assert bench.reason(reader) is None
+    assert chains[other.chain_id].tier.name == "DEVICE", "nothing is given up for what has no room anyway"
+    bench.run()
+    bench.check_done(reader)
+    for seed in range(5, 9):
+        bench.serve(words(60, seed), 1)  # blocks all over the pool
+    info = bench.prune(talk, (8, 24), chain_id=report.chain_id, block_timeout_s=0.0)
+    assert info.status == "completed", "room is made at once"
+    bench.check_all_free()

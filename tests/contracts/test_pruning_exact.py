@@ -241,3 +241,72 @@ def test_exact_mode_gives_nothing_up_for_what_has_no_room_anyway() -> None:
     assert bench.prune([*words(60), *output], (40, 44), **options).status == "completed"
     assert chains[other.chain_id].tier.name == "HOST"
     bench.check_all_free()
+
+
+def test_exact_mode_notices_what_is_pruned_while_rows_are_scored() -> None:
+    bench = Pruned()
+    bench.serve(words(120), 1)
+    jobs, ranges = bench.scheduler.prunes, [(60, 100)]
+    make_room = jobs._worker.make_room
+    jobs._worker.make_room = lambda target, pages: False
+    late = bench.prune(words(120), *ranges, keep=8, policy="kvzip_global", recompute=True, run=False)
+    bench.step(5)
+    assert bench.prune(words(120), (8, 24)).status == "completed"
+    bench.check()
+    jobs._worker.make_room = make_room
+    bench.run()
+    assert jobs.get(late.prune_id, "").status == "completed"
+    stay = keeps(bench, ranges, 8)[0]
+    text = Masked(words(60)).drop(range(8, 24))
+    for position in range(60, 120):
+        text.read([words(120)[position]])
+        if position < 100 and position not in stay:
+            text.drop([position])
+    assert bench.tokens_on([*words(120), 1]) == text.read([1]).generate(8, bench.seed() - 1)
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_jobs_give_way_to_requests_that_can_not_go_on_beside_them(runs: bool) -> None:
+    windows = dict.fromkeys(("decode_window_tokens", "max_decode_window_tokens"), 4)
+    bench = Pruned({**windows, "min_decode_window_tokens": 1}, num_sequence_pages=1 + 67)
+    bench.serve(words(80), 1)
+    bench.serve([*words(60), *words(5, 9)], 1)
+    scope = bench.scheduler.chains.scope("dense", "", "")
+    bench.index.pin(scope, np.array([*words(60), *words(5, 9)], np.uint32), 50.0)
+    request = bench.submit(words(9, 3), 150) if runs else ""
+    bench.step(3)
+    info = bench.prune(words(80), (8, 24), recompute=True, run=False, block_timeout_s=1e3)
+    bench.step(20)
+    assert bench.scheduler.radix.borrowed, "it has computed its rows and waits for the pin"
+    request = request or bench.submit(words(150, 3), 8)
+    while not bench.reason(request):
+        bench.step()
+        bench.check()
+    bench.check_done(request)
+    jobs = bench.scheduler.prunes
+    assert not jobs.get(info.prune_id, "").ended
+    bench.clock.sleep(100.0)
+    bench.run()
+    # Of the text only what is pinned is left: the rest was given up for the request.
+    assert jobs.get(info.prune_id, "").status in ("completed", "failed")
+    bench.check_all_free()
+
+
+def test_a_job_that_gives_way_again_and_again_ends() -> None:
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    jobs = bench.scheduler.prunes
+    assert not jobs.give_way()
+    info = bench.prune(words(80), (8, 24), recompute=True, run=False)
+    for times in range(1, 4):
+        while not bench.scheduler.memory.lent_rows:
+            bench.clock.sleep(0.1)
+            bench.step()
+        assert jobs.give_way()
+        assert not jobs.give_way()
+        assert not bench.scheduler.memory.lent_rows
+        assert jobs.get(info.prune_id, "").ended == (times == 3)
+    assert jobs.get(info.prune_id, "").status == "blocked"
+    assert bench.resident(words(80)) == (80, 80)
+    bench.check_all_free()
