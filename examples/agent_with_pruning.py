@@ -190,6 +190,7 @@ def server(options: list[str]) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="of a running server")
+    parser.add_argument("--api-key", help="of that server")
     parser.add_argument("--serve", action="store_true", help="start a server with the default model")
     parser.add_argument("--compare", action="store_true", help="then the same turns without pruning")
     parser.add_argument("--policy", action="store_true", help="let the server prune, after each turn")
@@ -203,12 +204,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give a server's URL, or --serve")
     search = Search(DOCS, arguments.result_chars)
     place = server(arguments.server_options) if arguments.serve else contextlib.nullcontext(arguments.url)
-    with place as url, Client(url) as client:
-        totals = run(client, search, arguments, prunes=True)
-        if arguments.compare:
-            plain = run(client, search, arguments, prunes=False)
-            rows, time_s = (totals[key] / max(plain[key], 1e-9) for key in ("resident_at_end", "seconds"))
-            print(f"with pruning the last turn read {rows:.0%} of the rows; all turns took {time_s:.0%} of the time")
+    with place as url, Client(url, api_key=arguments.api_key) as client:
+        try:
+            totals = run(client, search, arguments, prunes=True)
+            plain = run(client, search, arguments, prunes=False) if arguments.compare else None
+        except ClientError as error:
+            print(error, file=sys.stderr)
+            return 1
+    if plain is not None:
+        rows, time_s = (totals[key] / max(plain[key], 1e-9) for key in ("resident_at_end", "seconds"))
+        print(f"with pruning the last turn read {rows:.0%} of the rows; all turns took {time_s:.0%} of the time")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sparsejax.config import ServerConfig
 from sparsejax.mock import MockRunner
 from tests.conftest import ROOT
 from tests.serving.conftest import LiveServer, Servers
@@ -67,6 +68,13 @@ def test_the_agent_gives_up_old_results(
     assert [line[3] > 0 for line in pruned] == [False, False, False, True, True, True]
     assert all(line[3] == 0 for line in plain)
     assert "with pruning the last turn read" in shown
+
+
+def test_a_refusal_is_one_line(example: Any, servers: Servers, capsys: pytest.CaptureFixture[str]) -> None:
+    url = servers.start(config=ServerConfig(api_key=("secret",))).url
+    assert example.main([url, *OPTIONS]) == 1
+    assert re.fullmatch(r".*API key.*status 401\)\n", capsys.readouterr().err)
+    assert example.main([url, *OPTIONS, "--turns", "1", "--api-key", "secret"]) == 0
 
 
 def test_the_search_finds_what_is_asked_for(example: Any, tmp_path: pathlib.Path) -> None:
