@@ -16,7 +16,7 @@ from sparsejax.cache.radix_tree import Cut, Scope
 from sparsejax.cache.row_layout import Cuts
 from sparsejax.chain_rows import DeviceRows, size_of
 from sparsejax.chains import Chains
-from sparsejax.errors import ChainMismatchError, PrefixNotFoundError, PruneError
+from sparsejax.errors import ChainMismatchError, PrefixDisabledError, PrefixNotFoundError, PruneError
 from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
@@ -124,6 +124,9 @@ class Targets:
             ranges, _ = ranges_of(request, self.page_size)
             row_layout.pruned(self.chain_of(request).cuts, _cuts(ranges))
         else:
+            reason = self.radix.hindrance(request.method)
+            if reason is not None:
+                raise PrefixDisabledError(reason)
             self.find(request, None)
 
     def chain_of(self, request: PruneRequest) -> Chain:

@@ -135,7 +135,8 @@ def test_a_server_without_the_cache_says_so(servers: Servers) -> None:
         found = call(server, name, {"token_ids": ids(1)})
         assert not found["enabled"]
         assert "--prefix-cache" in found["reason"]
-    refusal(server.post(f"{ROOT}/pin", {"token_ids": ids(1), "ttl_s": 5}), 400, "prefix_cache_disabled")
+    for name, more in (("pin", {"ttl_s": 5}), ("prune", {"ranges": [[0, PAGE]], "keep_tokens": 0})):
+        refusal(server.post(f"{ROOT}/{name}", {"token_ids": ids(1), **more}), 400, "prefix_cache_disabled")
 
 
 def test_messages_and_text_are_what_requests_send(server: LiveServer) -> None:
