@@ -71,8 +71,8 @@ class PrefixPinBody(SelectorBody, kw_only=True):
     ttl_s: float
 
 
-class PruneEntry(msgspec.Struct, kw_only=True):
-    """One message that is to lose rows."""
+class PruneEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message that is to lose rows. Unknown fields are refused: what is ignored here would cost rows."""
 
     message: int | None = None
     tool_call_id: str | None = None

@@ -96,7 +96,10 @@ class EngineConfig:
     # Sparse method
     sparse_method: str = _setting("dense", "sparse method, or several as a+b (see --list-methods)", group="sparsity")
     request_methods: tuple[str, ...] = _setting(
-        (), "further methods that requests may choose; they must share a storage", group="sparsity", metavar="METHOD"
+        (),
+        "further methods that requests may choose, with commas between them; they must share a storage",
+        group="sparsity",
+        metavar="METHOD",
     )
     method_params: tuple[tuple[str, Any], ...] = _setting(
         (),

@@ -261,6 +261,7 @@ def test_messages_are_checked(server: LiveServer) -> None:
         bad([{"message": value, "keep": 0}], param, "invalid_type")
     bad([{"message": 1, "keep": True}], "prune[0].keep", "invalid_type")
     bad([7], "prune[0]", "invalid_type")
+    bad([{"message": 1, "keep": 0, "policy": "drop"}], "prune[0]", "invalid_type")
     response = server.post(PRUNE, {"token_ids": ids(1), "prune": [{"message": 1, "keep": 0}]})
     assert refusal(response, 400, "invalid_value")["param"] == "messages"
 
