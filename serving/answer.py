@@ -178,19 +178,26 @@ class Answer(abc.ABC):
         return chunk
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object so far. A prompt counts once however many choices it has."""
-        prompt = reused = 0
+        """OpenAI's usage object so far. A prompt counts once however many choices it has.
+
+        What is not known yet, in a chunk before the last, is None or left out.
+        """
+        prompt, reused = 0, []
         for i, request in enumerate(self.generation.requests):
             report = self.generation.chain(i)  # with appended prompts only the engine knows the whole context
             prompt += len(request.prompt_ids) if report is None else report.reused_tokens + report.prefilled_tokens
-            reused += report.reused_tokens if report else 0
+            reused += [report.reused_tokens] if report else []
         completion = self.generation.completion_tokens()
         first_choices = [stats for index, stats in self._stats.items() if index % self.num_choices_per_prompt == 0]
-        cached = sum(stats.cached_tokens for stats in first_choices)
-        details = {"cached_tokens": cached if self._stats else reused}
-        if self._stats:
-            details["resident_tokens"] = sum(stats.resident_prefix_tokens for stats in first_choices)
-            details["degraded_tokens"] = sum(stats.degraded_tokens for stats in first_choices)
+        details = None
+        if len(first_choices) == len(self.generation.requests):
+            details = {
+                "cached_tokens": sum(stats.cached_tokens for stats in first_choices),
+                "resident_tokens": sum(stats.resident_prefix_tokens for stats in first_choices),
+                "degraded_tokens": sum(stats.degraded_tokens for stats in first_choices),
+            }
+        elif len(reused) == len(self.generation.requests):
+            details = {"cached_tokens": sum(reused)}
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -198,7 +205,7 @@ class Answer(abc.ABC):
             "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
-        if self.generation.chains:  # where clients of SparseEngine look
+        if self.generation.chains and details is not None:  # where clients of SparseEngine look
             usage["cached_tokens"] = usage["reused_tokens"] = details["cached_tokens"]
         return usage
 

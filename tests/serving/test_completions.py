@@ -271,6 +271,20 @@ def test_continuous_usage(shared: LiveServer) -> None:
     assert counts[-1] == 4
 
 
+def test_what_is_not_known_yet_is_not_told(servers: Servers) -> None:
+    live = servers.start()
+    body = {"prompt": ["say:abcdefgh", "say:ab"], "n": 2, "chain": False, "max_tokens": 9}
+    warm = live.post(TEXT, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = live.stream(TEXT, {**body, "stream_options": options})[:-1]
+    told = [event["usage"]["prompt_tokens_details"] for event in events]
+    assert told[0] is None
+    known = [details["cached_tokens"] for details in told if details is not None]
+    assert known
+    assert set(known) == {known[-1]}
+    assert known[-1] > warm
+
+
 def test_sparse_method_per_request(shared: LiveServer) -> None:
     answer = shared.post(CHAT, chat_body("say:" + "x" * 60, sparse_method="window", max_tokens=70)).json()
     cost = answer["sparsejax"]
