@@ -221,9 +221,11 @@ class Lifecycle:
         # Those who were preempted before must have room for longer, so nobody is swapped in and out for ever.
         window = self._window() << min(seq.preemptions, 16)
         claimed = seq.chain is not None and not seq.begun
-        if self.memory.free_rows:
-            self.radix.attach(seq)
         least = window if self.running else 1
+        if self.memory.free_rows:
+            if self.running and self._hopeless(seq, least):
+                return False
+            self.radix.attach(seq)
         if not self._find_room(seq, window, least, claimed):
             twice = seq.attached > 0 and seq.chain is not None and seq.chain.payload is not None
             self.radix.detach(seq)
@@ -247,6 +249,15 @@ class Lifecycle:
             self._tell_chain(seq)
         self.recall.seat(seq)
         return True
+
+    def _hopeless(self, seq: Sequence, least: int) -> bool:
+        """What a choice has to compute beside what is known has no room now. Cheaper than to begin with that."""
+        known, spare = self.radix.begins_with(seq)
+        if not known:
+            return False
+        each = self.limits.geometry.head_pages_per_sequence_page
+        short = self.memory.missing(seq, least) - known * each
+        return short > self.chains.tiers.reclaimable(seq) - spare * each
 
     def _tell_chain(self, seq: Sequence) -> None:
         """Says what became of a turn's chain, before any token."""

@@ -8,6 +8,7 @@ made of the same tokens.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -119,6 +120,16 @@ class RadixCache(RadixRoom):
             memo = dataclasses.replace(memo, version=self.index.changes)
         seq.prefix_known = memo
         return memo
+
+    def begins_with(self, seq: Sequence) -> tuple[int, int]:
+        """Blocks that a choice which has computed nothing would begin with now, and how many of these nobody has."""
+        options = self._options(seq)
+        if options is None or not _fresh(seq):
+            return 0, 0
+        match = self._known(seq, self._scope(seq, options), options)
+        # Above a block that somebody has, all are somebody's.
+        held = bisect.bisect_left(match.blocks, True, key=lambda block: not block.held)
+        return len(match.blocks), 0 if match.lost else len(match.blocks) - held
 
     # A row begins.
 

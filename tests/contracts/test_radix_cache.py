@@ -849,3 +849,25 @@ def test_long_programs_under_pressure(seed: int) -> None:
     assert host.stored > 50
     assert host.promoted > 0
     bench.check_all_free()
+
+
+def test_who_waits_for_room_does_not_take_what_is_known_in_each_step() -> None:
+    windows = dict.fromkeys(("decode_window_tokens", "max_decode_window_tokens"), 4)
+    bench = Shared({**windows, "min_decode_window_tokens": 1}, num_sequence_pages=1 + 56)
+    bench.serve(words(120), 1)
+    reader = bench.submit(words(40, 9), 60, prefix=None)
+    bench.step(3)
+    leases, lease = [], bench.index.lease
+    bench.index.lease = lambda match: leases.append(len(match.blocks)) or lease(match)  # type: ignore[method-assign]
+    late = bench.submit([*words(120), *words(60, 3)], 8)
+    steps = 0
+    while bench.reason(reader) is None:
+        bench.step()
+        bench.check()
+        steps += 1
+    assert steps > 20
+    assert len(leases) < 3
+    bench.run()
+    bench.check_done(reader, late)
+    assert bench.last(late).stats.cached_tokens
+    bench.check_all_free()
