@@ -320,6 +320,8 @@ class Targets:
             if tiers.bring(chain):
                 return True
             rows = chain.payload
+            if rows is None:  # it was given up for room in host memory, as those go that make room for it
+                return False
             need = int(ceil_div(rows.lengths, self.page_size).sum())
             if not rows.in_memory or self.memory.fits_aside(granularity, need):
                 return False

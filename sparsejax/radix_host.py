@@ -83,6 +83,7 @@ class RadixHost:
         self._parts: dict[HostPart, None] = {}
         self._going: dict[bytes, HostBlock] = {}  # they leave the pool now
         self._gone: set[bytes] = set()  # these have left it meanwhile, for nowhere
+        self._page_bytes: dict[str, float] = {}  # by method, as last seen
         self.used_bytes = 0
         self.stored = self.promoted = 0  # blocks so far
 
@@ -129,19 +130,31 @@ class RadixHost:
             self._free(part)
 
     def _copy(self, method: str, pages: Sequence[np.ndarray]) -> HostPart | None:
+        ids = np.concatenate(pages).astype(np.int32)
+        if not self._has_room(int(len(ids) * self._page_bytes.get(method, 0.0))):
+            return None  # no copy is made that would be thrown away
         try:
-            swapped = call_runner(self._runner.export_pages, method, np.concatenate(pages).astype(np.int32))
+            swapped = call_runner(self._runner.export_pages, method, ids)
         except RequestError:
             return None
-        while not self._space.fits(swapped.nbytes):
-            if not self.give_way():
-                return None
+        self._page_bytes[method] = swapped.nbytes / len(ids)
+        if not self._has_room(swapped.nbytes):
+            return None
         self._space.used_bytes += swapped.nbytes
         self.used_bytes += swapped.nbytes
         self._leaving(swapped)
         part = HostPart(method, len(pages), len(pages[0]), swapped)
         self._parts[part] = None
         return part
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Makes room for so many bytes. Gives up nothing if chains have too much of the memory for that."""
+        if self._space.used_bytes - self.used_bytes + nbytes > self._space.capacity_bytes:
+            return False
+        while not self._space.fits(nbytes):
+            if not self.give_way():
+                return False
+        return True
 
     # Coming back.
 

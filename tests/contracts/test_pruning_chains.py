@@ -376,3 +376,26 @@ def test_a_chain_on_the_host_comes_for_its_pruning_if_there_is_room() -> None:
     info = bench.prune(talk, (8, 24), chain_id=report.chain_id, block_timeout_s=0.0)
     assert info.status == "completed", "room is made at once"
     bench.check_all_free()
+
+
+def test_a_chain_that_goes_while_room_is_made_for_it_is_gone() -> None:
+    bench = Pruned({"chain_checkpoints": 0}, num_sequence_pages=1 + 40)
+    report, output = bench.turn(words(60), 10)
+    chains = bench.scheduler.chains
+    chain = chains.index.chains[report.chain_id]
+    assert chains.tiers.demote(chain)
+    bench.index.evict(1 << 30)
+    for seed in range(5, 9):
+        bench.serve(words(60, seed), 1)  # blocks all over the pool
+    reclaim = chains.reclaim
+
+    def short_of_host_memory(keep):
+        chains.index.drop(keep, "evicted")
+        return reclaim()
+
+    chains.reclaim = short_of_host_memory  # type: ignore[method-assign]
+    info = bench.prune([*words(60), *output], (8, 24), chain_id=report.chain_id)
+    assert info.status == "failed"
+    assert report.chain_id in info.error["message"], info
+    chains.reclaim = reclaim  # type: ignore[method-assign]
+    bench.check_all_free()

@@ -871,3 +871,27 @@ def test_who_waits_for_room_does_not_take_what_is_known_in_each_step() -> None:
     bench.check_done(reader, late)
     assert bench.last(late).stats.cached_tokens
     bench.check_all_free()
+
+
+def test_no_copies_are_made_that_have_no_room_in_host_memory() -> None:
+    bench = Shared({"chain_host_bytes": 1 << 20})
+    bench.serve(words(120), 1)
+    bench.serve(words(120), 1)
+    host, exported, export = bench.scheduler.radix.host, [], bench.runner.export_pages
+    bench.runner.export_pages = lambda *args: exported.append(1) or export(*args)  # type: ignore[method-assign]
+    while not host.stored:
+        assert bench.scheduler.radix.reclaim()
+    assert exported
+    while host.give_way():
+        pass
+    space = host._space
+    assert not space.used_bytes
+    space.used_bytes = space.capacity_bytes  # chains have all of it
+    exported.clear()
+    assert bench.index.num_blocks > 4
+    while bench.scheduler.radix.reclaim():
+        pass
+    assert not bench.index.num_blocks
+    assert not exported
+    space.used_bytes = 0
+    bench.check_all_free()
