@@ -135,7 +135,7 @@ class ChainIndex:
     ) -> None:
         self.ids = ids
         self.chains: dict[str, Chain] = {}
-        self.tombstones: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.tombstones: collections.OrderedDict[str, tuple[str, str]] = collections.OrderedDict()  # tenant, reason
         self._dead: collections.OrderedDict[bytes, str] = collections.OrderedDict()  # by hash of the last state
         self.counts: collections.Counter[str] = collections.Counter()
         self._release = release
@@ -177,10 +177,11 @@ class ChainIndex:
         if chain is not None and chain.tenant == tenant:
             return chain
         origin = self.ids.origin(chain_id)
-        if chain is not None or origin in ("forged", "foreign"):
+        unknown = "restart" if origin == "older" else "forgotten"
+        owner, reason = self.tombstones.get(chain_id, (tenant, unknown))
+        if chain is not None or owner != tenant or origin in ("forged", "foreign"):
             shown = "foreign" if origin == "foreign" else "forged"  # that another tenant has it is not said
             raise ChainNotFoundError(f"chain {chain_id} is not known here ({shown} id)", chain_id=chain_id)
-        reason = "restart" if origin == "older" else self.tombstones.get(chain_id, "forgotten")
         raise ChainGoneError(f"chain {chain_id} is gone ({reason})", chain_id=chain_id, reason=reason)
 
     def _plan_named(self, turn: Turn, chain: Chain) -> Plan:
@@ -621,7 +622,7 @@ class ChainIndex:
         chain.payload, chain.checkpoints, chain.evicted, chain.cuts = None, [], (), ()
         self._touch(chain, chain.used_s)
         del self.chains[chain.chain_id]
-        self.tombstones[chain.chain_id] = reason
+        self.tombstones[chain.chain_id] = chain.tenant, reason
         if STRIDE <= chain.processed < len(chain.hashes) * STRIDE:
             self._dead[chain.hashes[chain.processed // STRIDE]] = reason
             if len(self._dead) > self._max_tombstones:

@@ -102,13 +102,27 @@ def test_what_tells_chains_apart_is_named() -> None:
 
 def test_an_id_of_another_tenant_is_like_one_that_nobody_issued() -> None:
     index = ChainIndex(ChainIds(b"x"), lambda payload: None, time.monotonic)
-    theirs, forged = keep(index, words(600), tenant="a").chain_id, "chain_nobody"
-    said = []
-    for name in (theirs, forged):
+    chain, gone = keep(index, words(600), tenant="a"), keep(index, words(600), tenant="a")
+    index.drop(gone, "evicted")
+    said = set()
+    for name in (chain.chain_id, gone.chain_id, "chain_nobody"):
         with pytest.raises(ChainNotFoundError) as caught:
             index.find(name, "b")
-        said.append(caught.value.message.replace(name, "..."))
-    assert said[0] == said[1]
+        said.add(caught.value.message.replace(name, "..."))
+    assert len(said) == 1
+    with pytest.raises(ChainGoneError):
+        index.find(gone.chain_id, "a")
+
+
+def test_a_chain_of_an_earlier_boot_says_how_it_ended() -> None:
+    index = ChainIndex(ChainIds(b"x"), lambda payload: None, time.monotonic)
+    chain, never = keep(index, words(600)), index.ids.mint()
+    index.ids.epoch += 1
+    index.drop(chain, "deleted")
+    for name, reason in ((chain.chain_id, "deleted"), (never, "restart")):
+        with pytest.raises(ChainGoneError) as caught:
+            index.find(name)
+        assert caught.value.reason == reason
 
 
 def test_the_end_of_a_chain_is_remembered() -> None:
