@@ -199,8 +199,6 @@ class PolicyTurn:
         request = PruneRequest(
             method=self.method,
             ids=ids[: cuts[-1].stop],
-            # What is observed stays, and is the end of the last result: no more than that may keep.
-            observation_tokens=max(1, min(PruneRequest.observation_tokens, cuts[-1].keep)),
             parts=tuple(PrunePart(((cut.start, cut.stop),), cut.keep) for cut in cuts),
             policy=self.policy.policy,
             salt=self.prefix.salt,

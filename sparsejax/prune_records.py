@@ -12,6 +12,7 @@ from sparsejax.errors import PruneError
 
 POLICIES = ("drop", "snapkv_global", "kvzip_global")
 OBSERVE, REPEAT = POLICIES[1:]
+OBSERVED_TOKENS = 64
 ENDED = ("completed", "failed", "blocked", "cancelled")
 
 
@@ -42,7 +43,8 @@ class PruneRequest:
       salt, tenant: of the rows.
       chain_id: prune this chain, and what of its path others may begin with; None prunes the path only.
       recompute: rows behind the beginning of the first range are computed again on what is left.
-      observation_tokens: last tokens that "snapkv_global" observes. They stay, within the budget.
+      observation_tokens: last tokens that "snapkv_global" observes, which stay: their range's budget must hold them.
+        None: `OBSERVED_TOKENS`, of which only the newest stay where that budget is smaller.
       score_chunk_tokens: that "kvzip_global" repeats at once, at most; fewer where a program takes fewer, or while
         others decode and it would hold them up.
       prev_postfix_tokens: it repeats before each chunk, at most.
@@ -59,7 +61,7 @@ class PruneRequest:
     tenant: str = ""
     chain_id: str | None = None
     recompute: bool = False
-    observation_tokens: int = 64
+    observation_tokens: int | None = None
     score_chunk_tokens: int = 2048
     prev_postfix_tokens: int = 64
     block_timeout_s: float = 30.0
@@ -77,6 +79,8 @@ class PruneRequest:
         least = (("observation_tokens", 1), ("score_chunk_tokens", 1), ("prev_postfix_tokens", 0))
         for name, low in least:
             value = getattr(self, name)
+            if value is None and name == "observation_tokens":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise PruneError(f"{name} must be an integer of at least {low}, not {value!r}", param=name)
         timeout = self.block_timeout_s

@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsejax.cache.radix_prune import choose_rows
 from sparsejax.errors import PruneError
-from sparsejax.prune_records import OBSERVE, PruneRequest
+from sparsejax.prune_records import OBSERVE, OBSERVED_TOKENS, PruneRequest
 from sparsejax.replay_texts import replay_chunks
 
 
@@ -59,15 +59,9 @@ def plan(
     Raises:
       PruneError: the budget is too small for what must stay, or there is no room behind the text.
     """
-    ids, (start, stop) = request.ids.astype(np.int32), ranges[-1]
+    ids, stop = request.ids.astype(np.int32), ranges[-1][1]
     if request.policy == OBSERVE:
-        begin = max(start + page_size, (stop - request.observation_tokens) // page_size * page_size)
-        protected = min(begin, stop)
-        begin = min(begin, stop - page_size)  # a range of one page observes itself, and nothing of it is sure to stay
-        keep = next(p.keep_tokens for p in request.parts if any(s <= start and stop <= e for s, e in p.ranges))
-        if stop - protected > keep:
-            text = f"the {stop - protected} observed tokens stay, more than the {keep} that may"
-            raise PruneError(text, param="keep_tokens")
+        begin, protected = observed(request, ranges, page_size)
         step = max(page_size, max_probe // page_size * page_size)
         probes = [Probe(ids[at : min(stop, at + step)], at, at) for at in range(begin, stop, step)]
         return Plan(tuple(probes), protected)
@@ -77,6 +71,26 @@ def plan(
     postfix = min(request.prev_postfix_tokens, room // 2)
     texts = replay_chunks(ids, ranges, min(request.score_chunk_tokens, room - postfix), postfix, instruction)
     return Plan(tuple(Probe(text, stop, stop) for text in texts), stop)
+
+
+def observed(request: PruneRequest, ranges: Sequence[tuple[int, int]], page_size: int) -> tuple[int, int]:
+    """What a job observes at the end of its last range: the first token of it, and the first that stays.
+
+    Raises:
+      PruneError: so many tokens are to be observed that not all of them may stay. What nobody asked for is observed as
+        well, and the newest of it stay.
+    """
+    (start, stop), asked = ranges[-1], request.observation_tokens
+    begin = max(start + page_size, (stop - (asked or OBSERVED_TOKENS)) // page_size * page_size)
+    protected = min(begin, stop)
+    begin = min(begin, stop - page_size)  # a range of one page observes itself, and nothing of it is sure to stay
+    keep = max(request.parts, key=lambda part: max(part.ranges)).keep_tokens
+    if stop - protected > keep:
+        if asked is not None:
+            text = f"the {stop - protected} observed tokens stay, more than the {keep} that may"
+            raise PruneError(text, param="keep_tokens")
+        protected = stop - keep // page_size * page_size
+    return begin, protected
 
 
 def choose(

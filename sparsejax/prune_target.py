@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from sparsejax import prune_scores
 from sparsejax.cache import row_layout
 from sparsejax.cache.chain import Chain, Tier, as_ids, common_prefix
 from sparsejax.cache.radix_prune import RangeRows, normal_ranges
@@ -21,7 +22,7 @@ from sparsejax.geometry import Granularity
 from sparsejax.launches import call_runner
 from sparsejax.memory import Memory
 from sparsejax.plans import ParkedRow, Runner, UnparkRow
-from sparsejax.prune_records import PruneRequest
+from sparsejax.prune_records import OBSERVE, PruneRequest
 from sparsejax.radix_cache import RadixCache
 from sparsejax.rows import RowPages, ceil_div
 
@@ -120,8 +121,10 @@ class Targets:
                 f"rows of {request.method} are not of the same tokens in all layers and heads: no range can be pruned"
             )
             raise PruneError(text, param="sparse_method")
+        ranges, _ = ranges_of(request, self.page_size)
+        if request.policy == OBSERVE:
+            prune_scores.observed(request, ranges, self.page_size)
         if request.chain_id is not None:
-            ranges, _ = ranges_of(request, self.page_size)
             row_layout.pruned(self.chain_of(request).cuts, _cuts(ranges))
         else:
             reason = self.radix.hindrance(request.method)

@@ -233,13 +233,27 @@ def test_parts_have_budgets_of_their_own() -> None:
 def test_the_window_stays_and_must_fit() -> None:
     bench = Pruned()
     bench.serve(words(80), 1)
-    info = bench.prune(words(80), (8, 40), keep=4, policy="snapkv_global", observation_tokens=7)
-    assert info.status == "failed"
-    assert info.error["code"] == "invalid_prune"
-    assert "observed" in info.error["message"]
+    with pytest.raises(PruneError, match="8 observed tokens stay, more than the 4") as refused:
+        bench.prune(words(80), (8, 40), keep=4, policy="snapkv_global", observation_tokens=7)
+    assert refused.value.param == "keep_tokens"
     assert bench.resident(words(80)) == (80, 80)
     bench.prune(words(80), (8, 12), keep=0, policy="snapkv_global")
     assert bench.resident(words(80)) == (80, 76)
+    bench.check_all_free()
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(0, 0), (4, 4), (11, 8), (20, 20)])
+def test_a_window_that_nobody_asked_for_gives_way(keep: int, stay: int) -> None:
+    """64 tokens are observed, more than the last range has: the newest stay, and the other range has its own budget."""
+    bench = Pruned()
+    bench.serve(words(80), 1)
+    parts = (PrunePart(((40, 56), (56, 64)), keep), PrunePart(((8, 24),), 8))
+    info = bench.prune(words(80), parts=parts, policy="snapkv_global")
+    assert [part["retained_tokens"] for part in info.result["parts"]] == [stay, 8]
+    (first,) = keeps(bench, [(8, 24)], 8)
+    text = Masked(words(80))
+    text.drop(set(range(8, 24)) - set(first)).drop(set(range(40, 64 - stay)))
+    assert bench.tokens_on([*words(80), 1]) == text.read([1]).generate(8, bench.seed() - 1)
     bench.check_all_free()
 
 
