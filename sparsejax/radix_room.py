@@ -103,7 +103,7 @@ class RadixRoom:
                 method = victim.scope.method
                 leaving.append(victim.pages[0][1])
                 self.host.leave(victim)
-            index.evict(1)
+            index.give_up(victim)
         if leaving:
             self.host.store(method, leaving)
         return pool.free_head_pages > before

@@ -287,8 +287,7 @@ class RadixIndex(RadixHealer):
             victim = self.next_victim()
             if victim is None:
                 break
-            self.counts["evicted_blocks"] += 1
-            self._remove(victim)
+            self.give_up(victim)
         room = min(blocks, self.max_blocks - self.num_blocks)
         if base is not None:
             base.rests -= 1

@@ -89,13 +89,13 @@ class Block:
     """
 
     scope: Scope
-    parent: Block | None
+    parent: Block | None = dataclasses.field(repr=False)
     key: bytes
     digest: bytes
     depth: int
-    children: dict[bytes, Block] = dataclasses.field(default_factory=dict)
+    children: dict[bytes, Block] = dataclasses.field(default_factory=dict, repr=False)
     pages: tuple[Any, ...] | None = None
-    base: Block | None = None
+    base: Block | None = dataclasses.field(default=None, repr=False)
     cut: Cut | None = None
     rests: int = 0
     covers: int = 0
@@ -361,9 +361,13 @@ class RadixTree:
             victim = self.next_victim()
             if victim is None:
                 break
-            self.counts["evicted_blocks"] += 1
-            self._remove(victim)
+            self.give_up(victim)
         return before - self.num_pages
+
+    def give_up(self, victim: Block) -> None:
+        """Evicts one block, from `next_victim`."""
+        self.counts["evicted_blocks"] += 1
+        self._remove(victim)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks, parents first, without roots."""
