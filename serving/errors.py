@@ -30,6 +30,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _DEFAULT_RETRY_AFTER_S = 1
+_MOST_CHARS = 2000
+"""Of one text in an error object: what a client sent is not sent back whole."""
 
 
 class JSON(Response):
@@ -50,19 +52,27 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         log.error("a request failed", exc_info=error)
         status, message, param, code = 500, "internal error; the server's log has the details", None, "internal_error"
+    message, param = _short(message), param and _short(param)
     body = {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
     if not isinstance(error, ChainError):
         return status, {"error": body}
+    chain_id = error.chain_id and _short(error.chain_id)
     body |= {
         "type": "chain_error",
-        "chain_id": error.chain_id,
+        "chain_id": chain_id,
         "retryable": error.retryable,
         "recovery": error.recovery,
         "reason": error.reason,
         "token": error.token,
     }
     # What clients of SparseEngine look at.
-    return status, {"error": body, "detail": {"code": code, "chain_id": error.chain_id, "message": message}}
+    return status, {"error": body, "detail": {"code": code, "chain_id": chain_id, "message": message}}
+
+
+def _short(text: str) -> str:
+    """Its beginning and its end, if it is long."""
+    half = _MOST_CHARS // 2
+    return text if len(text) <= _MOST_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def error_response(error: Exception) -> JSON:

@@ -355,3 +355,24 @@ def test_not_found_and_wrong_method(shared: LiveServer) -> None:
 def test_fields_that_a_body_does_not_have_may_be_anything(shared: LiveServer, messages: Any) -> None:
     response = shared.post("/detokenize", {"tokens": [65], "messages": messages})
     assert (response.status_code, response.headers["X-Sparsejax-Ignored-Fields"]) == (200, "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "r" * 100_000, "content": "x"}]}),
+        (CHAT, {"messages": [USER], "tool_choice": "t" * 100_000}),
+        (CHAT, {"messages": [USER], "model": "m" * 100_000}),
+        ("/v1/prefix_cache/prune", {"messages": [USER], "prune": [{"tool_call_id": "c" * 100_000, "keep": 0}]}),
+        ("/v1/prefix_cache/prune", {"messages": [USER], "prune": [{"message": 0, "k" * 100_000: 0}]}),
+        ("/v1/chains/chain_" + "c" * 6000, None),
+        ("/v1/prefix_cache/prune/" + "p" * 6000, None),
+        ("/" + "n" * 6000, None),
+    ],
+    ids=range(8),
+)
+def test_what_was_sent_is_not_sent_back_whole(shared: LiveServer, path: str, body: Any) -> None:
+    response = shared.get(path) if body is None else shared.post(path, body)
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["message"]
+    assert len(response.text) < 9000
