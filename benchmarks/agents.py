@@ -394,10 +394,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("chains", "no_chains"):
         found = result[name]
         print(f"{name}: {found['requests_per_s']:.2f} requests/s, {found['prefilled_tokens']:,} tokens computed")
-    for goal in result["goals"]:
-        print(f"{goal['goal']}: {goal['found']} ({'met' if goal['met'] else 'missed'})")
-    for why in result["invalid_because"]:
-        print(f"INVALID: {why}")
+    common.show_verdict(result)
     run.finish(result, model=result.pop("model"))
     return int(not result["valid"])
 

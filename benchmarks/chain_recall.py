@@ -428,10 +428,7 @@ def main(argv: list[str] | None = None) -> int:
     from sparsejax.models.load.default_model import NAME
 
     print(table(result))
-    for goal in result["goals"]:
-        print(f"{goal['goal']}: {goal['found']:.3f} ({'met' if goal['met'] else 'missed'})")
-    for why in result["invalid_because"]:
-        print(f"INVALID: {why}")
+    common.show_verdict(result)
     run.finish(result, **common.device_facts(), model=pathlib.PurePath(arguments.model or NAME).name)
     return int(not result["valid"])
 

@@ -288,10 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         run = common.Run("chain_turns", arguments)
         result = asyncio.run(measure(arguments, run))
     print(table(result))
-    for goal in result["goals"]:
-        print(f"{goal['goal']}: {goal['found']} ({'met' if goal['met'] else 'missed'})")
-    for why in result["invalid_because"]:
-        print(f"INVALID: {why}")
+    common.show_verdict(result)
     if arguments.plot:
         lines.write(arguments.plot, plot(result))
     run.finish(result, model=result.pop("model"))

@@ -164,6 +164,15 @@ class Run:
             part.replace(path)
 
 
+def show_verdict(result: Mapping[str, Any]) -> None:
+    """Prints `goals` and `invalid_because` of a result."""
+    for goal in result["goals"]:
+        found = f"{goal['found']:.4g}" if isinstance(goal["found"], float) else goal["found"]
+        print(f"{goal['goal']}: {found} ({'met' if goal['met'] else 'missed'})")
+    for why in result["invalid_because"]:
+        print(f"INVALID: {why}")
+
+
 def device_facts() -> dict[str, Any]:
     """Device and backend of JAX, for the manifest. Imports jax."""
     import jax

@@ -368,10 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         run = common.Run("prefix_prune", arguments)
         result = asyncio.run(measure(arguments, run))
     print(table(result))
-    for goal in result["goals"]:
-        print(f"{goal['goal']}: {goal['found']} ({'met' if goal['met'] else 'missed'})")
-    for why in result["invalid_because"]:
-        print(f"INVALID: {why}")
+    common.show_verdict(result)
     run.finish(result, model=result.pop("model"))
     return int(not result["valid"])
 

@@ -12,6 +12,7 @@ from sparsejax.cache.chain_index import ChainIndex
 from sparsejax.cache.radix_records import Lease
 from sparsejax.chain_disk import Disk
 from sparsejax.chain_rows import DeviceRows, Part, Rows, StoredRows, size_of, tier_of
+from sparsejax.cost import prefill_cost
 from sparsejax.memory import Memory, SwapSpace
 from sparsejax.plans import Runner, SwappedRow
 from sparsejax.settings import EngineSettings
@@ -53,7 +54,13 @@ class HostTier:
         self.host = SwapSpace(settings.chain_host_bytes)
         self.staging = SwapSpace(STAGING_BYTES)
         self.disk = disk
-        self.index = ChainIndex(ids, self.release, clock, max_checkpoints=max(1, settings.chain_checkpoints))
+        self.index = ChainIndex(
+            ids,
+            self.release,
+            clock,
+            cost=lambda tokens: prefill_cost(memory.geometry, 0, tokens),
+            max_checkpoints=max(1, settings.chain_checkpoints),
+        )
         self._bases: dict[str, StoredRows] = {}  # what active chains were before their turn
         self.unlease: Callable[[Lease], None] = lambda lease: None  # the radix cache's
         self.give_blocks: Callable[[], bool] = lambda: False

@@ -14,6 +14,19 @@ from sparsejax.geometry import Geometry
 from sparsejax.plans import MethodFacts
 
 
+def prefill_cost(geometry: Geometry, start: int, stop: int) -> float:
+    """What computing tokens [start, stop) of a prompt takes, in units of its first token.
+
+    A layer of width w has about 12 w^2 weights, and the token at position p attends to p rows: it costs
+    1 + p x heads x head_dim / (6 w^2). Without a width (no model) all tokens cost the same.
+    """
+    tokens = float(stop - start)
+    if not geometry.hidden_size:
+        return tokens
+    doubled = 6 * geometry.hidden_size**2 / (geometry.num_q_heads * geometry.head_dim)  # at this position
+    return tokens + (stop**2 - start**2) / (2 * doubled)
+
+
 @dataclasses.dataclass(frozen=True)
 class RowCost:
     """What one request of `seen_tokens` costs under a method.

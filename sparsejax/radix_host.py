@@ -8,9 +8,7 @@ copy here, and leaves the pool again for nothing.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,8 +18,6 @@ from sparsejax.errors import RequestError
 from sparsejax.launches import call_runner
 from sparsejax.memory import SwapSpace
 from sparsejax.plans import Runner, SwappedRow
-
-_HALF_LIFE_S = 600.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,15 +40,18 @@ class HostPart:
 
 @dataclasses.dataclass(eq=False)
 class HostBlock:
-    """One block. Attributes as in `radix_tree.Block`; `before` is the digest of the block before it."""
+    """One block. Attributes as in `radix_tree.Block`; `before` is the digest of the block before it.
+
+    `worth` is its `RadixTree.score` when it left the pool.
+    """
 
     digest: bytes
     before: bytes
     key: bytes
     depth: int
     hits: int
-    used_s: float
     retention: int
+    worth: float
     part: HostPart | None = None
     place: int = 0
 
@@ -96,14 +95,14 @@ class RadixHost:
         whole = block.pages is not None and len(block.pages) == 1 and block.base is block.parent
         return whole and (block.hits > 0 or block.retention > 0) and (block.digest in self.blocks or self._may_leave())
 
-    def leave(self, block: Block) -> None:
+    def leave(self, block: Block, worth: float) -> None:
         """A block is about to leave the pool; `store` is called before anything else is submitted."""
         assert block.parent is not None
         known = self.blocks.get(block.digest)
         about = (block.digest, block.parent.digest, block.key, block.depth)
-        going = self._going[block.digest] = HostBlock(*about, block.hits, block.used_s, block.retention)
+        going = self._going[block.digest] = HostBlock(*about, block.hits, block.retention, worth)
         if known is not None:
-            known.hits, known.used_s, known.retention = going.hits, going.used_s, going.retention
+            known.hits, known.retention, known.worth = going.hits, going.retention, going.worth
 
     def store(self, method: str, pages: Sequence[np.ndarray]) -> None:
         """Copies what leaves the pool.
@@ -254,9 +253,5 @@ class RadixHost:
 
 
 def _worth(part: HostPart) -> tuple[int, float]:
-    """That of its best block: see `RadixTree.score`."""
-    return max(_score(block) for block in part.blocks.values())
-
-
-def _score(block: HostBlock) -> tuple[int, Any]:
-    return block.retention, block.used_s / _HALF_LIFE_S + math.log2(1 + block.hits)
+    """That of its best block."""
+    return max((block.retention, block.worth) for block in part.blocks.values())

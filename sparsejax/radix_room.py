@@ -10,6 +10,7 @@ from sparsejax.cache.radix import RadixIndex
 from sparsejax.cache.radix_records import Match
 from sparsejax.cache.radix_tree import Scope
 from sparsejax.chain_tiers import Tiers
+from sparsejax.cost import prefill_cost
 from sparsejax.errors import RequestError
 from sparsejax.geometry import Granularity
 from sparsejax.memory import Memory
@@ -53,7 +54,14 @@ class RadixRoom:
         columns = memory.pool.num_sequence_pages - 1
         whole, each = MAX_PINNED_SHARES
         most = int(whole * columns), int(each * columns)
-        self.index = RadixIndex(memory.geometry.page_size, self._release, clock, max_pinned_pages=most)
+        page_size = memory.geometry.page_size
+        self.index = RadixIndex(
+            page_size,
+            self._release,
+            clock,
+            cost=lambda start: prefill_cost(memory.geometry, start, start + page_size),
+            max_pinned_pages=most,
+        )
         memory.also_held = self.held
         self.host = RadixHost(runner, tiers.host, tiers.may_leave, tiers.leaving)
         self.index.on_lost = self.host.lost
@@ -85,7 +93,7 @@ class RadixRoom:
         victim = self.index.next_victim()
         if victim is None:
             return None
-        value = _PASSING_SHARE * self.index.value(victim, self._clock()) * self.index.block_tokens
+        value = _PASSING_SHARE * self.index.value(victim, self._clock())
         return value / self._memory.geometry.head_pages_per_sequence_page
 
     def reclaim(self) -> bool:
@@ -102,7 +110,7 @@ class RadixRoom:
                 assert victim.pages is not None
                 method = victim.scope.method
                 leaving.append(victim.pages[0][1])
-                self.host.leave(victim)
+                self.host.leave(victim, index.score(victim))
             index.give_up(victim)
         if leaving:
             self.host.store(method, leaving)

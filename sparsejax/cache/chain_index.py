@@ -121,7 +121,7 @@ class ChainIndex:
       clock: seconds, monotonic.
       max_tombstones: dead ids whose end is remembered.
       max_checkpoints: of each kind, in each chain.
-      recompute_s: seconds that computing so many tokens again takes, for the order of victims.
+      cost: what computing so many tokens again takes, in any unit, for the order of victims.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ChainIndex:
         clock: Callable[[], float],
         max_tombstones: int = 1024,
         max_checkpoints: int = 2,
-        recompute_s: Callable[[int], float] = float,
+        cost: Callable[[int], float] = float,
     ) -> None:
         self.ids = ids
         self.chains: dict[str, Chain] = {}
@@ -142,7 +142,7 @@ class ChainIndex:
         self._clock = clock
         self._max_tombstones = max_tombstones
         self._max_checkpoints = max_checkpoints
-        self._recompute_s = recompute_s
+        self._cost = cost
         self.on_gone: Callable[[Chain], None] = lambda chain: None
         self.changes = 0  # grows whenever any chain's state or payload changes
         self._tick = 0
@@ -534,10 +534,10 @@ class ChainIndex:
     # Order of loss.
 
     def value(self, chain: Chain, now: float) -> float:
-        """What keeping a chain is worth: chance of an early return x seconds to compute it again, per byte."""
+        """What keeping a chain is worth: chance of an early return x cost of computing it again, per byte."""
         gap = chain.resume_hint_s or chain.gap_s or _DEFAULT_GAP_S
         halvings = min(1000.0, max(0.0, now - chain.used_s) / max(gap, 1e-3)) - chain.priority
-        return 2.0**-halvings * self._recompute_s(chain.processed) / max(1, chain.size)
+        return 2.0**-halvings * self._cost(chain.processed) / max(1, chain.size)
 
     def victims(self, tier: Tier = Tier.DEVICE) -> list[Chain]:
         """Idle chains in `tier` that are not pinned, least valuable first; ties: oldest use, then id."""

@@ -147,7 +147,7 @@ class RadixTree:
       release: called once with each payload that is given up.
       clock: seconds, monotonic.
       half_life_s: idleness that halves the chance of a block's return.
-      compute_s: seconds that computing a block again takes whose first token is at this position.
+      cost: what computing a block again takes whose first token is at this position, in any unit.
       max_ghosts: blocks that were given up and are remembered, to say so.
     """
 
@@ -157,7 +157,7 @@ class RadixTree:
         release: Callable[[Any], None],
         clock: Callable[[], float],
         half_life_s: float = 600.0,
-        compute_s: Callable[[int], float] = lambda start: 1.0,
+        cost: Callable[[int], float] = lambda start: 1.0,
         max_ghosts: int = 1 << 16,
     ) -> None:
         self.block_tokens = block_tokens
@@ -173,7 +173,7 @@ class RadixTree:
         self._release = release
         self._clock = clock
         self._half_life_s = half_life_s
-        self._compute_s = compute_s
+        self._cost = cost
         self._max_ghosts = max_ghosts
         self._ghosts: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._heap: list[tuple[int, float, bytes, int, Block]] = []
@@ -315,13 +315,13 @@ class RadixTree:
         """Logarithm (base 2) of what keeping a block is worth, up to a sum that is the same for all.
 
         Worth is the chance of an early return, which halves in `half_life_s` and grows with the leases that have found
-        it, x seconds to compute it again. Time takes the same from all: the order changes only where a block is used.
+        it, x what computing it again costs. Time takes the same from all: the order changes only where a block is used.
         """
         start = (block.depth - 1) * self.block_tokens
-        return block.used_s / self._half_life_s + math.log2(1 + block.hits) + math.log2(self._compute_s(start))
+        return block.used_s / self._half_life_s + math.log2(1 + block.hits) + math.log2(self._cost(start))
 
     def value(self, block: Block, now: float) -> float:
-        """Chance of an early return x seconds to compute it again; comparable with other things that may go."""
+        """Chance of an early return x what computing it again costs; comparable with other things that may go."""
         return 2.0 ** max(-1000.0, self.score(block) - now / self._half_life_s)
 
     def _offer(self, block: Block) -> None:

@@ -358,7 +358,7 @@ def test_lookup_of_128k_tokens_takes_milliseconds() -> None:
 
 
 def test_27_victims() -> None:
-    box = Box(recompute_s=lambda n: n * 1e-3)
+    box = Box(cost=lambda n: n * 1e-3)
     _, a = box.talk(tokens(100, 1), [1])
     _, b = box.talk(tokens(100, 2), [1])
     _, c = box.talk(tokens(400, 3), [1])

@@ -474,3 +474,14 @@ def test_a_long_prompt_is_matched_quickly() -> None:
     assert box.index.evict(8192) == 8192
     assert time.perf_counter() - began < 1.0
     assert not box.rows.live
+
+
+@pytest.mark.parametrize(("half_lives", "first"), [(0, 1), (3, 1), (4, 3)])
+def test_81_what_costs_more_to_compute_again_stays_longer(half_lives: int, first: int) -> None:
+    """The last block of the long text costs nine times what the other one does: it is worth 3 half-lives more."""
+    box = Box(half_life_s=10.0, cost=lambda start: 1.0 + start)
+    box.serve(text(3 * SIZE))
+    box.now += 10.0 * half_lives
+    box.serve(text(SIZE, 7))
+    assert box.index.next_victim().depth == first
+    box.end()

@@ -352,13 +352,18 @@ def test_89_a_job_that_is_cancelled_between_its_slices_leaves_nothing() -> None:
     bench.check_all_free()
 
 
+def serve_on(engine: Engine, prompt: list[int]) -> None:
+    """Waits until an engine's thread has answered a request."""
+    over = threading.Event()
+    request = Request("r", tuple(prompt), SamplingParams(max_tokens=1), prefix=PrefixOptions())
+    engine.submit(request, lambda event: over.set())
+    assert over.wait(10)
+
+
 def test_an_idle_engine_carries_out_jobs_and_ends_them_with_itself() -> None:
     runner = MockRunner(methods=(MockMethod("dense"),))
     with Engine(runner, EngineSettings(prefix_cache=True)) as engine:
-        over = threading.Event()
-        request = Request("r", tuple(words(80)), SamplingParams(max_tokens=1), prefix=PrefixOptions())
-        engine.submit(request, lambda event: over.set())
-        assert over.wait(10)
+        serve_on(engine, words(80))
         wanted = PruneRequest(
             "dense", np.array(words(80), np.uint32), (PrunePart(((8, 40),), 8),), "kvzip_global", score_chunk_tokens=4
         )
@@ -380,10 +385,7 @@ def test_an_idle_engine_carries_out_jobs_and_ends_them_with_itself() -> None:
 def test_a_dead_engine_ends_its_jobs() -> None:
     runner = MockRunner(methods=(MockMethod("dense"),))
     with Engine(runner, EngineSettings(prefix_cache=True)) as engine:
-        over = threading.Event()
-        request = Request("r", tuple(words(80)), SamplingParams(max_tokens=1), prefix=PrefixOptions())
-        engine.submit(request, lambda event: over.set())
-        assert over.wait(10)
+        serve_on(engine, words(80))
         wanted = PruneRequest("dense", np.array(words(80), np.uint32), (PrunePart(((8, 40),), 8),), "kvzip_global")
         runner.fail("score_rows", 1, OSError("the device is gone"))
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 from sparsejax import radix_control
 from sparsejax.cache.radix_tree import up
+from sparsejax.cost import prefill_cost
 from sparsejax.errors import CacheTooSmallError, PinRefusedError, RequestError
 from sparsejax.mock import MockMethod
 from sparsejax.prune_records import PrunePart, PruneRequest
@@ -895,3 +896,19 @@ def test_no_copies_are_made_that_have_no_room_in_host_memory() -> None:
     assert not exported
     space.used_bytes = 0
     bench.check_all_free()
+
+
+def test_81_blocks_and_chains_are_worth_what_a_model_needs_to_compute_them() -> None:
+    bench = Shared()
+    bench.scheduler.memory.geometry = dataclasses.replace(bench.scheduler.memory.geometry, hidden_size=4)
+    geometry = bench.scheduler.memory.geometry
+    long, short = bench.submit(words(120), 1), bench.submit(words(9, 7), 1)
+    bench.run()
+    bench.check_done(long, short)
+    assert bench.index.next_victim().depth == 2, "that of the short text, though both are as old"
+    for block in bench.index.blocks():
+        block.used_s = block.hits = 0
+        start = (block.depth - 1) * PAGE
+        assert 2.0 ** bench.index.score(block) == pytest.approx(prefill_cost(geometry, start, start + PAGE))
+    assert prefill_cost(geometry, 0, 120) > 120
+    assert bench.scheduler.chains.index._cost(120) == prefill_cost(geometry, 0, 120)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from sparsejax import cost
@@ -60,3 +62,14 @@ def test_decode_floor_by_hand() -> None:
 )
 def test_format_bytes(count: int, text: str) -> None:
     assert cost.format_bytes(count) == text
+
+
+def test_later_tokens_of_a_prompt_cost_more_to_compute() -> None:
+    model = dataclasses.replace(GEOMETRY, hidden_size=576)  # as wide as its heads: twice as much at position 6 x 576
+    assert cost.prefill_cost(model, 0, 1) == pytest.approx(1, abs=1e-3)
+    assert cost.prefill_cost(model, 3456, 3457) == pytest.approx(2, abs=1e-3)
+    assert cost.prefill_cost(model, 0, 6912) == pytest.approx(2 * 6912)
+    parts = [cost.prefill_cost(model, at, at + 64) for at in range(0, 6912, 64)]
+    assert sum(parts) == pytest.approx(2 * 6912)
+    assert parts == sorted(parts)
+    assert cost.prefill_cost(GEOMETRY, 640, 704) == 64, "without a model all cost the same"
